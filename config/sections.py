@@ -1,0 +1,205 @@
+"""The flow's parameters, one section a concern. The defaults are the recommended recipe, `qwen3-4b`.
+
+The names in `TrainingSection` are `trl.SFTConfig`'s own, so a section maps straight onto it. What stands under a
+field is its help in the Prefect form and on the command line.
+"""
+
+import warnings
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+# `schema` is the word Unity Catalog uses; it hides a deprecated method of pydantic's BaseModel that nothing here calls.
+warnings.filterwarnings("ignore", message='Field name "schema" in "RegistrySection" shadows an attribute')
+
+# Unity Catalog takes more, but MLflow's clients and the file paths of a volume do not agree on it.
+NamePart = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", max_length=255)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """The base model."""
+
+    name: str = Field("Qwen/Qwen3-4B", min_length=1, title="Base model")
+    """Hub id, or path of a directory with config, weights and tokenizer."""
+
+    revision: str = Field("main", min_length=1, title="Revision")
+    """Branch, tag or commit on the hub; resolved to a commit once a run. Ignored for a path."""
+
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", title="Weight dtype")
+    """Dtype the weights are held in while training."""
+
+    trust_remote_code: bool = Field(False, title="Trust remote code")
+    """Run Python code that comes with the model. Off unless the model needs it and you have read that code."""
+
+
+class DatasetSection(Section):
+    """The conversations to train on."""
+
+    name: str = Field("trl-lib/Capybara", min_length=1, title="Dataset")
+    """Hub id, or path of a file (.jsonl, .json, .parquet, .csv) or of a directory of such files."""
+
+    config_name: str | None = Field(None, title="Dataset configuration")
+    """Configuration (subset) of a hub dataset, where it has several."""
+
+    revision: str = Field("main", min_length=1, title="Revision")
+    """Branch, tag or commit on the hub; resolved to a commit once a run. Ignored for a path."""
+
+    train_split: str = Field("train", min_length=1, title="Training split")
+    """Split to train on."""
+
+    test_split: str | None = Field(None, title="Test split")
+    """Split to evaluate on. Empty: `test`, else `validation`, else `eval`, else a part of the training split."""
+
+    test_size: float = Field(0.1, gt=0, lt=1, title="Test share")
+    """Share of the training split that is set aside when there is no split to evaluate on."""
+
+    split_seed: int = Field(42, ge=0, title="Split seed")
+    """Seed of the shuffle that decides which rows are set aside."""
+
+    min_rows: int = Field(2, ge=1, title="Fewest rows")
+    """Fewest rows that the training and the test split must each have."""
+
+
+class TrainingSection(Section):
+    """How to train. Names and meanings are those of `trl.SFTConfig`."""
+
+    max_steps: int = Field(50, ge=1, title="Optimizer steps")
+    """Optimizer steps to train."""
+
+    per_device_train_batch_size: int = Field(1, ge=1, title="Micro-batch size")
+    """Conversations a device works on at once."""
+
+    gradient_accumulation_steps: int = Field(8, ge=1, title="Gradient accumulation steps")
+    """Micro-batches that make one optimizer step."""
+
+    per_device_eval_batch_size: int = Field(1, ge=1, title="Evaluation batch size")
+    """Conversations a device evaluates at once."""
+
+    max_length: int = Field(2048, ge=8, title="Longest sequence")
+    """Tokens a conversation is cut to."""
+
+    learning_rate: float = Field(2e-5, gt=0, le=1, title="Learning rate")
+    """Highest learning rate."""
+
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr"] = Field(
+        "linear", title="Learning-rate schedule"
+    )
+    """Shape of the learning rate after the warm-up."""
+
+    warmup_steps: float = Field(10, ge=0, title="Warm-up steps")
+    """Steps the learning rate rises for; below 1: share of all steps."""
+
+    weight_decay: float = Field(0.01, ge=0, le=1, title="Weight decay")
+    """Decoupled weight decay."""
+
+    optim: str = Field("adamw_torch_fused", min_length=1, title="Optimizer")
+    """Optimizer, by transformers' name for it."""
+
+    optim_args: str | None = Field(None, title="Optimizer arguments")
+    """Further arguments of the optimizer, as `name=value,name=value`."""
+
+    bf16: bool = Field(True, title="bf16 autocast")
+    """Compute in bfloat16 where it is safe."""
+
+    activation_checkpointing: bool = Field(True, title="Activation checkpointing")
+    """Recompute activations in the backward pass instead of keeping them: less memory, about a third more compute."""
+
+    activation_checkpointing_kwargs: dict[str, Any] = Field({"use_reentrant": False}, title="Checkpointing arguments")
+    """Arguments of torch's checkpointing."""
+
+    packing: bool = Field(False, title="Packing")
+    """Put several conversations into one sequence of the full length."""
+
+    assistant_only_loss: bool = Field(False, title="Assistant-only loss")
+    """Train on the assistant's turns only."""
+
+    eval_steps: int = Field(25, ge=1, title="Evaluate every")
+    """Optimizer steps between two evaluations."""
+
+    save_steps: int = Field(25, ge=1, title="Save every")
+    """Optimizer steps between two checkpoints."""
+
+    save_total_limit: int = Field(2, ge=1, title="Checkpoints kept")
+    """Checkpoints kept on disk; the best one is always among them."""
+
+    load_best_model_at_end: bool = Field(True, title="Keep the best")
+    """Take the checkpoint with the best metric instead of the last one."""
+
+    metric_for_best_model: str = Field("eval_loss", min_length=1, title="Metric of the best")
+    """Metric that decides which checkpoint is best."""
+
+    greater_is_better: bool = Field(False, title="Greater is better")
+    """Whether a greater value of that metric is better."""
+
+    logging_steps: int = Field(10, ge=1, title="Log every")
+    """Optimizer steps between two log lines."""
+
+    dataloader_pin_memory: bool = Field(False, title="Pin memory")
+    """Hand batches to the GPU from pinned memory."""
+
+    remove_unused_columns: bool = Field(False, title="Remove unused columns")
+    """Drop dataset columns the model does not take."""
+
+    seed: int = Field(42, ge=0, title="Seed")
+    """Seed of data order and of everything random in training."""
+
+
+class RegistrySection(Section):
+    """Where the result goes: `catalog.schema.model_name` in the registry, a folder in `volume` for its files."""
+
+    catalog: NamePart = Field("main", title="Catalog")
+    """Unity Catalog catalog."""
+
+    schema: NamePart = Field("default", title="Schema")
+    """Schema in the catalog."""
+
+    model_name: NamePart = Field("qwen3_4b_assistant", title="Model name")
+    """Name of the registered model in the schema."""
+
+    volume: NamePart = Field("checkpoints", title="Volume")
+    """Volume in the schema that finished model directories are copied to."""
+
+    allow_local: bool = Field(False, title="Allow a local registry")
+    """Accept a registry that is not Unity Catalog. Off, such a run is refused before it trains."""
+
+    @property
+    def registered_model_name(self) -> str:
+        return f"{self.catalog}.{self.schema}.{self.model_name}"
+
+
+class EvaluationSection(Section):
+    """What is asked of the model before and after training."""
+
+    exact_match_rows: int = Field(0, ge=0, title="Questions asked")
+    """Test conversations whose last answer is generated and compared with the reference, on the base model and on the
+    result. 0: none. Meaningful where the answers are short and have one right form."""
+
+    max_new_tokens: int = Field(48, ge=1, title="Longest answer")
+    """Tokens an answer may have."""
+
+
+class Config(Section):
+    """All sections of one run."""
+
+    model: ModelSection = ModelSection()
+    dataset: DatasetSection = DatasetSection()
+    training: TrainingSection = TrainingSection()
+    registry: RegistrySection = RegistrySection()
+    evaluation: EvaluationSection = EvaluationSection()
+
+    # Checks across fields belong here and not into a section: a section may hold the overrides alone, without the
+    # deployment's values that they are merged with.
+    @model_validator(mode="after")
+    def _saves_what_it_evaluates(self) -> Self:
+        training = self.training
+        if training.load_best_model_at_end and training.save_steps % training.eval_steps:
+            raise ValueError(
+                f"training.save_steps={training.save_steps} is not a multiple of "
+                f"training.eval_steps={training.eval_steps}, so the best checkpoint might never be saved. Set both to "
+                "the same value, or training.load_best_model_at_end to false."
+            )
+        return self

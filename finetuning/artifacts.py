@@ -1,0 +1,116 @@
+"""Content-addressed directories: an artifact's name carries a fingerprint of all that determines its content.
+
+A directory counts as an artifact only when its manifest is there and every file has the size that it states. The
+manifest is written last, in a directory with a temporary name, which is then renamed into place.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+FINGERPRINT_LENGTH = 16
+"""Hexadecimal digits kept of a SHA-256: 64 bits, so that a million artifacts collide with probability 3e-8."""
+
+
+def fingerprint(**parts: Any) -> str:
+    """Digest of JSON values. Every argument counts, the names too."""
+    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:FINGERPRINT_LENGTH]
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_below(directory: Path) -> list[Path]:
+    """All files below, sorted by relative path, without the manifest and hidden files."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    relative = (path.relative_to(directory) for path in files)
+    return sorted(path for path in relative if path.name != MANIFEST and not path.name.startswith("."))
+
+
+def directory_digest(directory: Path) -> str:
+    """Digest of names and contents of all files below."""
+    return fingerprint(**{str(path): file_digest(directory / path) for path in files_below(directory)})
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write atomically: a reader sees the old file or the whole new one, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w") as file:
+        json.dump(value, file, indent=1, ensure_ascii=False)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def write_manifest(directory: Path, **facts: Any) -> None:
+    """Seal `directory`: the manifest lists size and SHA-256 of every file and carries `facts` about the content."""
+    files = {
+        str(path): {"size": (directory / path).stat().st_size, "sha256": file_digest(directory / path)}
+        for path in files_below(directory)
+    }
+    write_json(directory / MANIFEST, {**facts, "files": files})
+
+
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """The manifest of a complete artifact, or None: no manifest, or a file is missing or has another size."""
+    try:
+        manifest = read_json(directory / MANIFEST)
+        for name, file in manifest["files"].items():
+            if (directory / name).stat().st_size != file["size"]:
+                return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return manifest
+
+
+def damaged_files(directory: Path) -> list[str]:
+    """Files whose content is not what the manifest states. Reads everything."""
+    files = read_json(directory / MANIFEST)["files"]
+    return [
+        name
+        for name, file in files.items()
+        if not (directory / name).is_file() or file_digest(directory / name) != file["sha256"]
+    ]
+
+
+def produce(directory: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """The manifest of the artifact `directory`, which `make(temporary directory)` fills unless it is there already.
+
+    `make` returns the facts for the manifest. Of two processes that want the same artifact one makes it while the other
+    waits. Leftovers of an attempt that died, and an artifact that lost files, are replaced.
+    """
+    with lock(directory):
+        if manifest := read_manifest(directory):
+            return manifest
+        temporary = directory.with_name(f".{directory.name}.partial")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        facts = make(temporary)
+        write_manifest(temporary, **facts)
+        if directory.exists():
+            shutil.rmtree(directory)
+        temporary.rename(directory)
+        return read_json(directory / MANIFEST)
+
+
+@contextmanager
+def lock(directory: Path) -> Iterator[None]:
+    """Hold the lock of `directory` (an advisory `flock`, released by the kernel however the holder ends)."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with open(directory.with_name(f".{directory.name}.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,142 @@
+"""Start a step as a child process and bring back its result.
+
+Heavy libraries stay out of this process, memory comes back when the step ends, and a crash, an out-of-memory kill or a
+CUDA fault is an exit to report instead of the end of the flow.
+"""
+
+import contextvars
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from config.settings import PROJECT_ROOT, Settings
+from finetuning.artifacts import read_json, write_json
+from finetuning.child import PARENT_PID, PROGRESS, RESULT
+from finetuning.errors import Failure
+
+GRACE_SECONDS = 20
+"""Time between SIGTERM and SIGKILL. Prefect kills a cancelled flow after 30 s, and the child must be gone by then."""
+LOG = "log.txt"
+TAIL_LINES = 20
+LEVELS = {"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"}
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+def run_step(
+    step: str,
+    job: dict[str, Any],
+    logger: logging.Logger | logging.LoggerAdapter,
+    *,
+    directory: Path | None = None,
+    on_progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Run `python -m finetuning.<step>` on `job` and return its result.
+
+    Job, log and result files are kept in `directory`; without one they live in a temporary folder and go with it.
+    Lines of the child go to `logger` at their level while it runs, progress events to `on_progress`. Must be called in
+    the main thread: the child dies with the thread that started it.
+    Raises Failure: what the child reported, or how it ended when it could not report.
+    """
+    if directory is None:
+        settings = Settings()
+        with tempfile.TemporaryDirectory(prefix=f"{step}-", dir=settings.storage_root / "tmp") as temporary:
+            return run_step(step, job, logger, directory=Path(temporary), on_progress=on_progress)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / RESULT).unlink(missing_ok=True)
+    write_json(directory / "job.json", job)
+    exit_code, tail = _run(step, directory, logger, on_progress)
+    return _outcome(step, directory, exit_code, tail)
+
+
+def _run(step: str, directory: Path, logger: Any, on_progress: Progress | None) -> tuple[int, list[str]]:
+    child = subprocess.Popen(
+        [sys.executable, "-m", f"finetuning.{step}", str(directory / "job.json")],
+        cwd=PROJECT_ROOT,
+        env={**os.environ, **_environment(), PARENT_PID: str(os.getpid())},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    tail: list[str] = []
+    context = contextvars.copy_context()  # Prefect's client and logger find their run in it
+    arguments = (child.stdout, directory / LOG, logger, on_progress, tail)
+    reader = threading.Thread(target=context.run, args=(_forward, *arguments))
+    reader.start()
+    try:
+        exit_code = child.wait()  # on the process and not on the pipe's end: a grandchild may hold the pipe open
+        reader.join(timeout=5)
+        return exit_code, tail
+    finally:
+        _end_group(child)
+
+
+def _environment() -> dict[str, str]:
+    defaults = {
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",  # a fork after its threads started can deadlock
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_LOGGING_LEVEL": "WARNING",
+        # 120 s and 7 retries are MLflow's defaults: a dead server would hold a step for a quarter of an hour.
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    }
+    defaults |= Settings().environment()
+    return {name: value for name, value in defaults.items() if name not in os.environ}
+
+
+def _forward(pipe: IO[str], log_file: Path, logger: Any, on_progress: Progress | None, tail: list[str]) -> None:
+    with log_file.open("a") as log:
+        for line in pipe:
+            log.write(line)
+            log.flush()
+            first, _, rest = line.rstrip().partition(" ")
+            if first == PROGRESS:
+                if on_progress:
+                    on_progress(json.loads(rest))
+            elif first in LEVELS:
+                logger.log(getattr(logging, first), rest)
+            elif line.strip():
+                logger.info(line.rstrip())
+            tail[:] = [*tail[1 - TAIL_LINES :], line.rstrip()]
+
+
+def _end_group(child: subprocess.Popen[str]) -> None:
+    """End the child and all it started: SIGTERM to its session, time to save, SIGKILL."""
+    for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, 5)):
+        try:
+            os.killpg(child.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            child.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _outcome(step: str, directory: Path, exit_code: int, tail: list[str]) -> dict[str, Any]:
+    try:
+        outcome = read_json(directory / RESULT)
+    except OSError:
+        last = tail[-1] if tail else "it printed nothing"
+        if exit_code < 0:  # from outside: the kernel short of memory, an operator, a machine that goes away
+            how = f"was ended by signal {signal.Signals(-exit_code).name}"
+            raise Failure("transient", f"the step {step!r} {how}. Its last line: {last}") from None
+        raise Failure("bug", f"the step {step!r} ended with exit code {exit_code}. Its last line: {last}") from None
+    if outcome["status"] == "done":
+        return outcome["result"]
+    raise Failure(outcome["kind"], outcome["message"])

@@ -1,0 +1,73 @@
+"""What must hold before any step runs: storage, tracking server, registry.
+
+`check_settings` needs no library and no server. Program: `python -m finetuning.preflight JOB.json` asks the servers.
+"""
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from config.sections import Config
+from config.settings import Settings, shown
+from finetuning import child
+from finetuning.errors import Failure
+from finetuning.registry import check_registry, is_unity_catalog
+from finetuning.tracking import ensure_experiment
+
+DATABRICKS = ("databricks", "databricks-uc", "uc")
+
+
+class Job(BaseModel):
+    registered_model_name: str
+
+
+def check_settings(config: Config, settings: Settings) -> None:
+    """Refuse settings that cannot work. Raises Failure naming the setting, its value and the remedy."""
+    for name, uri in (("MLFLOW_TRACKING_URI", settings.tracking_uri), ("MLFLOW_REGISTRY_URI", settings.registry_uri)):
+        if uri.startswith("file:") or not (":" in uri or uri in DATABRICKS):
+            raise Failure(
+                "configuration",
+                f"{name}={shown(uri)}: MLflow no longer writes to plain files. Unset it for a database under the "
+                "storage root, or give sqlite:////ABSOLUTE/PATH.db, http://HOST:PORT or databricks.",
+            )
+    if not is_unity_catalog(settings.registry_uri) and not config.registry.allow_local:
+        raise Failure(
+            "configuration",
+            f"registry.allow_local=false and the registry is {shown(settings.registry_uri)}, which is not a Unity "
+            "Catalog: nobody would find the model there. Set MLFLOW_REGISTRY_URI to databricks-uc (or "
+            "uc:http://HOST:PORT), or registry.allow_local to true.",
+        )
+
+
+def check_storage(root: Path) -> None:
+    """Write and remove a small file. Raises Failure."""
+    probe = root / "tmp" / f"probe-{uuid.uuid4().hex}"
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(os.urandom(4096))
+        probe.unlink()
+    except OSError as error:
+        kind = "out_of_disk" if error.errno == 28 else "configuration"
+        raise Failure(
+            kind, f"FINETUNE_STORAGE_ROOT={root} cannot be written: {error.strerror}. Set it to a folder that can."
+        ) from None
+
+
+def run(values: dict[str, Any]) -> dict[str, Any]:
+    """Reach both servers: the experiment and the registered model exist afterwards. Raises Failure."""
+    job, settings = Job.model_validate(values), Settings()
+    try:
+        ensure_experiment(settings.mlflow_experiment_name, settings.artifact_location)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        message = f"the tracking server MLFLOW_TRACKING_URI={shown(settings.tracking_uri)} cannot be used: {reason}"
+        raise Failure("configuration", message) from error
+    check_registry(job.registered_model_name, settings.registry_uri, settings.tracking_uri)
+    return {}
+
+
+if __name__ == "__main__":
+    child.main(run)

@@ -1,0 +1,47 @@
+"""The flow `finetune`: fine-tune a chat model and register it.
+
+By hand: `python -m flows.finetune DEPLOYMENT --section.name value ...`; see README.md for Prefect.
+"""
+
+from prefect import flow
+from prefect.states import Completed, State
+
+from config.sections import DatasetSection, EvaluationSection, ModelSection, RegistrySection, TrainingSection
+from tasks.checkpoint import save_checkpoint
+from tasks.configuration import resolve_configuration
+from tasks.data import load_and_split
+from tasks.evaluation import evaluate
+from tasks.model import prepare_model
+from tasks.preflight import preflight
+from tasks.registration import register
+from tasks.report import summary
+from tasks.training import train
+
+
+@flow(name="finetune")
+def finetune(
+    model: ModelSection = ModelSection(),
+    dataset: DatasetSection = DatasetSection(),
+    training: TrainingSection = TrainingSection(),
+    registry: RegistrySection = RegistrySection(),
+    evaluation: EvaluationSection = EvaluationSection(),
+) -> State:
+    """Fine-tune a chat model on conversations and register it as a new model version."""
+    given = {"model": model, "dataset": dataset, "training": training, "registry": registry, "evaluation": evaluation}
+    resolved = resolve_configuration({name: section.model_dump(exclude_unset=True) for name, section in given.items()})
+    config = resolved.config
+
+    inputs = preflight(config)
+    data = load_and_split(config.dataset, inputs.dataset)
+    base = prepare_model(config.model, inputs.model)
+    trained = train(resolved, data, base)
+    model_directory = save_checkpoint(resolved, inputs, base, trained)
+    scores = evaluate(config, data, base, model_directory)
+    version = register(config, model_directory)
+    return Completed(message=summary(config, trained, model_directory.published, scores, version))
+
+
+if __name__ == "__main__":
+    from flows.local import main
+
+    main(finetune)

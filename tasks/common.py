@@ -1,0 +1,52 @@
+"""What all tasks share: where Prefect keeps the small results of cached ones, what it may retry, what it logs."""
+
+import logging
+import re
+from typing import Any
+
+from prefect.tasks import exponential_backoff
+
+from config.settings import Settings
+from finetuning.errors import Failure
+
+CACHED: dict[str, Any] = {
+    # Under the storage root, so that every worker that sees the artifacts sees the results, too.
+    "result_storage": Settings().storage_root / "prefect-results",
+    "result_serializer": "json",  # validates a Reference when it is read: a dead artifact is a miss
+    "persist_result": True,
+}
+
+HEALING = {"transient", "preempted"}
+"""Kinds of failure that can be gone on the next try; everything else fails at once."""
+
+
+def can_heal(task: Any, run: Any, state: Any) -> bool:
+    failure = state.result(raise_on_failure=False)
+    return isinstance(failure, Failure) and failure.kind in HEALING
+
+
+RETRIED: dict[str, Any] = {
+    "retries": 2,
+    "retry_delay_seconds": exponential_backoff(5),
+    "retry_jitter_factor": 0.5,
+    "retry_condition_fn": can_heal,
+}
+
+
+class WithoutTraceback(logging.Filter):
+    """Prefect logs every exception with its traceback. A Failure is a sentence for the user: it needs none, and the
+    traceback of a bug in a child is in the log already, where the child printed it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and isinstance(record.exc_info[1], Failure):
+            record.exc_info = record.exc_text = None
+        return True
+
+
+for name in ("prefect.flow_runs", "prefect.task_runs"):
+    logging.getLogger(name).addFilter(WithoutTraceback())
+
+
+def artifact_key(*words: str) -> str:
+    """A Prefect artifact key: lower-case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(words).lower()).strip("-")

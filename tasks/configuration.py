@@ -1,0 +1,64 @@
+"""The run's configuration: resolved once, stored under the flow-run id, shown with the origin of every value."""
+
+from typing import Any
+
+from prefect import get_run_logger, runtime, task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+
+from config.recipes import Parameters, RefusedConfiguration, Resolved, flatten, read_recipe, resolve
+from config.sections import Config
+from config.settings import Settings
+from finetuning.artifacts import read_json, write_json
+from finetuning.errors import Failure
+from finetuning.preflight import check_storage
+from tasks.common import artifact_key
+
+RECIPE_TAG = "recipe:"
+"""Prefix of the tag that names the recipe of a run without a deployment."""
+
+
+@task(cache_policy=NO_CACHE)
+def resolve_configuration(given: Parameters) -> Resolved:
+    """Code defaults < the deployment's parameters < what was given, merged deeply.
+
+    A retry or a requeue of the same flow run gets what the first try resolved: a deployment that changed in between
+    must not turn the rest of this run into another training. Raises Failure naming key, value and remedy.
+    """
+    root = Settings().storage_root
+    check_storage(root)
+    stored = root / "runs" / f"{runtime.flow_run.id}.json"
+    if stored.is_file():
+        values = read_json(stored)
+        resolved = Resolved(Config.model_validate(values["config"]), values["origins"])
+        get_run_logger().info("configuration: as resolved at the first try of this run")
+    else:
+        try:
+            resolved = resolve(*_recipe(), given)
+        except RefusedConfiguration as error:
+            raise Failure("configuration", str(error)) from None
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        write_json(stored, {"config": resolved.config.model_dump(), "origins": resolved.origins})
+    _show(resolved)
+    return resolved
+
+
+def _recipe() -> tuple[str | None, Parameters]:
+    """Name and parameters of the run's recipe: its deployment on the server, or for a local run the file's."""
+    if runtime.deployment.id:
+        with get_client(sync_client=True) as client:
+            deployment = client.read_deployment(runtime.deployment.id)
+        return deployment.name, deployment.parameters
+    names = [tag.removeprefix(RECIPE_TAG) for tag in runtime.flow_run.tags if tag.startswith(RECIPE_TAG)]
+    return (names[0], read_recipe(names[0])) if names else (None, {})
+
+
+def _show(resolved: Resolved) -> None:
+    values = flatten(resolved.config.model_dump())
+    rows: list[dict[str, Any]] = [
+        {"setting": name, "value": str(value), "origin": resolved.origins[name]} for name, value in values.items()
+    ]
+    lines = [f"  {row['setting']} = {row['value']}  ({row['origin']})" for row in rows]
+    get_run_logger().info("configuration:\n%s", "\n".join(lines))
+    create_table_artifact(rows, key=artifact_key("configuration"), description="Every value and where it came from")

@@ -1,0 +1,1 @@
+"""Tests. Flat, one file a concern; `conftest.py` starts the servers."""

@@ -1,0 +1,210 @@
+"""Dataset loading, checking and splitting."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.sections import DatasetSection
+from finetuning.artifacts import produce, read_manifest
+from finetuning.data import choose_splits, prepare, read_dataset
+from finetuning.errors import Failure
+from finetuning.inputs import identify
+from tasks.data import dataset_fingerprint
+
+
+def conversation(number: int) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": f"What is {number} + 1?"},
+            {"role": "assistant", "content": str(number + 1)},
+        ],
+        "source": "made here",
+        "prompt": "a column that would confuse the trainer",
+    }
+
+
+ROWS = [conversation(number) for number in range(20)]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(path: Path, **options: Any) -> tuple[list[dict], list[dict]]:
+    section = DatasetSection(name=str(path), **options)
+    output = path.parent / f"artifact-{dataset_fingerprint(section, identify('dataset', str(path), 'main'))}"
+    produce(output, lambda directory: prepare(section, identify("dataset", str(path), "main"), directory))
+    return tuple([json.loads(line) for line in (output / f"{name}.jsonl").open()] for name in ("train", "test"))
+
+
+def refusal(path: Path, **options: Any) -> Failure:
+    with pytest.raises(Failure) as refused:
+        load(path, **options)
+    assert "\n" not in refused.value.message
+    return refused.value
+
+
+def test_only_the_conversation_is_kept(tmp_path: Path) -> None:
+    train, test = load(write_jsonl(tmp_path / "d.jsonl", ROWS))
+    assert (len(train), len(test)) == (18, 2)
+    assert {tuple(row) for row in train + test} == {("messages",)}
+    assert sorted(row["messages"][1]["content"] for row in train + test) == sorted(str(n + 1) for n in range(20))
+
+
+def test_the_split_is_the_one_of_datasets(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    train, test = load(write_jsonl(tmp_path / "d.jsonl", ROWS), test_size=0.25, split_seed=7)
+    expected = Dataset.from_list(ROWS).train_test_split(test_size=0.25, seed=7)
+    assert [row["messages"] for row in test] == expected["test"]["messages"]
+    assert [row["messages"] for row in train] == expected["train"]["messages"]
+
+
+@pytest.mark.parametrize("name", ["test", "validation", "eval"])
+def test_a_split_to_evaluate_on_is_used(tmp_path: Path, name: str) -> None:
+    write_jsonl(tmp_path / "d" / "train-00000-of-00001.jsonl", ROWS[:15])
+    write_jsonl(tmp_path / "d" / f"{name}.jsonl", ROWS[15:])
+    train, test = load(tmp_path / "d")
+    assert (len(train), len(test)) == (15, 5)
+
+
+def test_named_splits(tmp_path: Path) -> None:
+    splits = {"train": ROWS[:10], "test": ROWS[10:15], "extra": ROWS[15:]}
+    assert choose_splits(DatasetSection(test_split="extra"), splits) == (ROWS[:10], ROWS[15:])
+    with pytest.raises(Failure, match=r"dataset.test_split='dev': the dataset has train, test, extra."):
+        choose_splits(DatasetSection(test_split="dev"), splits)
+    with pytest.raises(Failure, match=r"dataset.train_split='training': the dataset has"):
+        choose_splits(DatasetSection(train_split="training"), splits)
+
+
+def test_containers_hold_the_same_rows(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    plain = [{"messages": row["messages"]} for row in ROWS]
+    expected = load(write_jsonl(tmp_path / "d.jsonl", plain))
+    (tmp_path / "d.json").write_text("\ufeff" + json.dumps(plain), encoding="utf-8")
+    (tmp_path / "crlf.jsonl").write_bytes(b"\r\n".join(json.dumps(row).encode() for row in plain) + b"\r\n\r\n")
+    Dataset.from_list(plain).to_parquet(tmp_path / "d.parquet")
+    with (tmp_path / "d.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["messages"])
+        writer.writerows([json.dumps(row["messages"])] for row in plain)
+    for name in ("d.json", "crlf.jsonl", "d.parquet", "d.csv"):
+        assert load(tmp_path / name) == expected, name
+
+
+def test_tool_calls_keep_their_keys(tmp_path: Path) -> None:
+    """Arrow would give every row the argument keys of all others, with null values."""
+
+    def row(arguments: dict) -> dict:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        return {"messages": messages, "tools": [{"type": "function", "function": {"name": "f"}}]}
+
+    rows = [row({"city": "Oslo"}), row({"number": 3}), row({"nested": {"a": [1]}})] * 4
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    load(path)
+    [artifact] = tmp_path.glob("artifact-*")
+    calls = [
+        row["messages"][1]["tool_calls"][0]["function"]["arguments"] for row in read_dataset(artifact / "train.jsonl")
+    ]
+    assert {json.dumps(call) for call in calls} == {'{"city": "Oslo"}', '{"number": 3}', '{"nested": {"a": [1]}}'}
+
+
+def test_refusals_name_the_setting_or_the_row(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    assert refusal(empty).message == f"dataset.name='{empty}': there are no rows in it."
+
+    alpaca = write_jsonl(tmp_path / "alpaca.jsonl", [{"instruction": "a", "output": "b"}] * 20)
+    assert "no row has `messages`; found instruction, output; expected `messages`: a list of" in refusal(alpaca).message
+
+    three = refusal(write_jsonl(tmp_path / "three.jsonl", ROWS[:3]))
+    assert "the test split has 1 of at least 2 rows (dataset.min_rows)" in three.message
+    assert "dataset.test_size (now 0.1)" in three.message
+
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1])[:40] + "\n")
+    assert refusal(cut).message.startswith(f"{cut} line 2: not valid JSON (")
+
+    wide = tmp_path / "wide.jsonl"
+    wide.write_text(json.dumps(ROWS[0]), encoding="utf-16")
+    assert refusal(wide).message == f"{wide}: byte 0 is not UTF-8. Convert the file to UTF-8."
+    assert {refusal(path).kind for path in (empty, alpaca, cut, wide)} == {"data"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "`messages` is list or empty"),
+        ([{"role": "user", "content": "alone"}], "no message has role 'assistant'"),
+        ([{"role": "human", "content": "?"}], "message 0 has role 'human', which is none of"),
+        ([{"role": "user", "content": "?"}, {"role": "assistant", "content": None}], "message 1 has content None"),
+        ([{"role": "user", "content": 7}, {"role": "assistant", "content": "x"}], "message 0 has content 7"),
+        (["hello"], "message 0 has role 'hello'"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_named(tmp_path: Path, messages: list, reason: str) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS, {"messages": messages}])
+    message = refusal(path).message
+    assert f"1 of 21 rows cannot be trained on; {path} line 21: {reason}" in message
+
+
+def test_a_path_that_is_not_there_names_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(Failure, match=r"dataset.name='.*nowhere.jsonl': there is no such file or directory"):
+        identify("dataset", str(tmp_path / "nowhere.jsonl"), "main")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(Failure, match="no file of a kind that can be read"):
+        identify("dataset", str(tmp_path / "folder"), "main")
+
+
+def test_offline_the_hub_is_not_asked_and_the_message_says_so() -> None:
+    with pytest.raises(Failure) as refused:
+        identify("dataset", "trl-lib/Capybara", "main")
+    message = refused.value.message
+    assert message.startswith("dataset.name='trl-lib/Capybara': the hub was not asked (HF_HUB_OFFLINE=1)")
+    assert message.endswith("To use files of your own give their path as dataset.name.")
+
+
+def test_a_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
+    with pytest.raises(Failure) as refused:
+        identify("model", "Qwen/Qwen3-4B", "main")
+    assert refused.value.message.startswith("model.name='Qwen/Qwen3-4B': the hub was asked but could not be reached (")
+    assert refused.value.kind == "transient"
+
+
+def test_the_fingerprint_follows_content_and_options(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", ROWS)
+
+    def current(**options: Any) -> str:
+        return dataset_fingerprint(DatasetSection(name=str(path), **options), identify("dataset", str(path), "main"))
+
+    first = current()
+    path.touch()
+    assert current() == first
+    assert current(min_rows=5) == first, "a bound changes no byte"
+    assert len({first, current(split_seed=1), current(test_size=0.2)}) == 3
+    write_jsonl(path, [*ROWS[:-1], conversation(99)])
+    assert current() != first
+
+
+def test_golden_output(tmp_path: Path) -> None:
+    """When this fails, the same input gives other rows than before: raise DATA_VERSION and put the new digest here."""
+    load(write_jsonl(tmp_path / "d.jsonl", ROWS))
+    [artifact] = tmp_path.glob("artifact-*")
+    manifest = read_manifest(artifact)
+    assert manifest
+    assert {name: file["sha256"][:16] for name, file in manifest["files"].items()} == {
+        "test.jsonl": "9832b2b03bb21175",
+        "train.jsonl": "9097afeec2b381d1",
+    }

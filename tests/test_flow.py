@@ -1,0 +1,179 @@
+"""The whole flow on the embedded example, as `make finetune` runs it: learned, saved, registered, loaded, answered."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finetuning.artifacts import damaged_files, read_json, read_manifest
+from tests.conftest import PROJECT, Place, make_place, run_module
+
+
+class Run:
+    """What one run of the flow left behind."""
+
+    def __init__(self, place: Place, output: str):
+        self.place, self.output = place, output
+        self.root = place.root
+
+    def only(self, pattern: str) -> Path:
+        [found] = [path for path in self.root.glob(pattern) if not path.name.startswith(".")]
+        return found
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run in a place of its own, with the temporary Prefect server of a newcomer."""
+    place = make_place(tmp_path_factory.mktemp("smoke"))
+    result = run_module("flows.finetune", "smoke", **place.environment, **clean_environment(place))
+    assert result.returncode == 0, result.stdout + result.stderr
+    return Run(place, result.stdout + result.stderr)
+
+
+def clean_environment(place: Place) -> dict[str, str]:
+    """Undo what `apply_environment` did to the test process: this run has a storage root of its own."""
+    from config.settings import Settings
+
+    environment = Settings(storage_root=place.root, mlflow_tracking_uri=None, mlflow_registry_uri=None).environment()
+    return {**environment, "HF_HOME": str(place.root / "huggingface")}
+
+
+def test_it_learns(smoke: Run) -> None:
+    shares = re.findall(r"held-out questions answered exactly, (\w+) training: \d+ of \d+ \((\d+)%\)", smoke.output)
+    found = {when: int(share) for when, share in shares}
+    assert found["before"] == 0
+    assert found["after"] > 90
+    stopped = re.findall(r"end by themselves: (\d+)%", smoke.output)
+    assert int(stopped[-1]) > 90
+
+
+def test_the_output_is_for_people(smoke: Run) -> None:
+    assert "Traceback" not in smoke.output
+    assert "registered as main.default.smoke version 1" in smoke.output
+    assert re.search(r"step \d+ of \d+ .*loss .*tokens/s .*s to go", smoke.output)
+    assert "training.max_length = 256  (recipe smoke)" in smoke.output
+
+
+def test_these_folders_and_no_others(smoke: Run) -> None:
+    assert {path.name for path in smoke.root.iterdir()} <= {
+        "cache", "datasets", "evaluations", "huggingface", "mlflow", "model-directories", "models", "prefect",
+        "prefect-results", "runs", "tmp", "trainings", "volumes",
+    }  # fmt: skip
+    assert not list(smoke.place.home.iterdir()), "something was written to the home folder"
+    assert not [path for path in (smoke.root / "tmp").iterdir() if path.is_dir() and any(path.iterdir())]
+    dirty = subprocess.run(["git", "status", "--porcelain"], cwd=PROJECT, text=True, capture_output=True).stdout
+    assert not re.search(r"^\?\? (mlruns|mlflow|trainer_output|.*\.db)", dirty, flags=re.MULTILINE)
+
+
+def test_the_model_directory_is_complete_and_published(smoke: Run) -> None:
+    directory = smoke.only("model-directories/*")
+    published = smoke.only("volumes/main/default/checkpoints/smoke/*")
+    assert published.name == directory.name
+    assert read_manifest(published) == read_manifest(directory)
+    assert damaged_files(published) == []
+    assert {path.name for path in published.iterdir()} == {
+        "chat_template.jinja", "config.json", "finetune.json", "generation_config.json", "manifest.json",
+        "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    provenance = read_json(published / "finetune.json")
+    assert provenance["config"]["training"]["max_length"] == 256
+    assert provenance["origins"]["training.max_length"] == "recipe smoke"
+    assert str(published) in smoke.output
+
+
+def test_only_whole_checkpoints_are_kept(smoke: Run) -> None:
+    training = smoke.only("trainings/*")
+    checkpoints = sorted((training / "checkpoints").iterdir())
+    assert 1 <= len(checkpoints) <= 2
+    for checkpoint in checkpoints:
+        assert damaged_files(checkpoint) == []
+    assert (training / "checkpoints" / read_json(training / "training.json")["result"]["checkpoint"]) in checkpoints
+
+
+def test_one_finished_run_with_everything(smoke: Run) -> None:
+    client = mlflow_client(smoke)
+    [experiment] = client.search_experiments(filter_string="name = 'finetune'")
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "model_full-fine-tuning"
+    assert run.data.params["training.learning_rate"] == str(
+        read_json(smoke.only("runs/*"))["config"]["training"]["learning_rate"]
+    )
+    assert set(run.data.params) == set(read_json(smoke.only("runs/*"))["origins"])
+    assert {"loss", "eval_loss", "learning_rate", "grad_norm"} <= set(run.data.metrics)
+    assert any(name.startswith("system/") for name in run.data.metrics)
+    [dataset] = run.inputs.dataset_inputs
+    assert dataset.dataset.digest == smoke.only("datasets/*").name
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} >= {"config.json"}
+    assert experiment.artifact_location.startswith("file:///")
+    assert str(smoke.root) in experiment.artifact_location
+
+
+def test_one_version_that_loads_and_answers(smoke: Run) -> None:
+    """In a fresh process, through pyfunc, as whoever serves it."""
+    client = mlflow_client(smoke)
+    [version] = client.search_model_versions("name = 'main.default.smoke'")
+    assert version.status == "READY"
+    [row] = [json.loads(line) for line in (smoke.only("datasets/*") / "test.jsonl").open()][:1]
+    code = f"""
+import json, mlflow
+mlflow.set_tracking_uri({tracking_uri(smoke)!r})
+model = mlflow.pyfunc.load_model("models:/main.default.smoke/{version.version}")
+print("ANSWER", json.dumps(model.predict({{"messages": {row["messages"][:-1]!r}, "max_tokens": 40}})))
+print("METADATA", json.dumps(model.metadata.metadata))
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, text=True, capture_output=True, check=True, cwd=smoke.root)
+    answer = json.loads(re.search(r"^ANSWER (.*)$", result.stdout, flags=re.MULTILINE).group(1))
+    answer = answer[0] if isinstance(answer, list) else answer
+    [choice] = answer["choices"]
+    assert row["messages"][-1]["content"] in choice["message"]["content"]
+    metadata = json.loads(re.search(r"^METADATA (.*)$", result.stdout, flags=re.MULTILINE).group(1))
+    assert metadata["task"] == "llm/v1/chat"
+    assert metadata["databricks_model_family"] == "Qwen3ForCausalLM"
+    assert metadata["pretrained_model_name"] == "samples/model"
+    assert metadata["databricks_model_size_parameters"].endswith("k")
+
+
+def test_again_it_makes_nothing_new(smoke: Run) -> None:
+    before = snapshot(smoke.root)
+    result = run_module("flows.finetune", "smoke", **smoke.place.environment, **clean_environment(smoke.place))
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    assert "nothing new: it is registered already as main.default.smoke version 1" in output
+    assert re.search(r"load_and_split.*Cached", output)
+    assert re.search(r"prepare_model.*Cached", output)
+    assert "this training is finished" in output
+    assert snapshot(smoke.root) == before
+    client = mlflow_client(smoke)
+    assert len(client.search_runs([client.get_experiment_by_name("finetune").experiment_id])) == 1
+    assert len(client.search_model_versions("name = 'main.default.smoke'")) == 1
+
+
+def test_registering_by_hand_finds_the_version_or_makes_another_model(smoke: Run) -> None:
+    directory = str(smoke.only("model-directories/*"))
+    environment = {**smoke.place.environment, **clean_environment(smoke.place)}
+    again = run_module("finetuning.register", directory, **environment)
+    assert again.stdout.strip().endswith("main.default.smoke version 1 (there already)"), again.stderr
+    other = run_module("finetuning.register", directory, "--registry.model_name", "by_hand", **environment)
+    assert other.stdout.strip().endswith("main.default.by_hand version 1 (new)"), other.stderr
+
+
+def snapshot(root: Path) -> dict[str, int]:
+    """Path -> time of change of everything that must not be made again."""
+    folders = ("datasets", "models", "model-directories", "evaluations", "volumes", "trainings/*/checkpoints")
+    files = (path for folder in folders for top in root.glob(folder) for path in top.rglob("*") if path.is_file())
+    return {str(path): path.stat().st_mtime_ns for path in files if not path.name.endswith(".lock")}
+
+
+def tracking_uri(run: Run) -> str:
+    return f"sqlite:///{run.root}/mlflow/mlflow.db"
+
+
+def mlflow_client(run: Run):
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri(run))

@@ -1,0 +1,112 @@
+"""Steps run in child processes: what comes back, how they end, and that nothing of them stays behind."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from finetuning.artifacts import read_json
+from finetuning.errors import Failure
+from finetuning.launcher import run_step
+from tests.conftest import PROJECT
+from tests.test_data import ROWS, write_jsonl
+
+LOGGER = logging.getLogger("test")
+
+
+def job(dataset: Path, output: Path) -> dict:
+    source = {"name": str(dataset), "path": str(dataset), "version": "0"}
+    return {"section": {"name": str(dataset)}, "input": source, "output": str(output)}
+
+
+def blocking_job(tmp_path: Path) -> dict:
+    """A job that never ends: its data file is a pipe that nobody writes to."""
+    (tmp_path / "data").mkdir()
+    os.mkfifo(tmp_path / "data" / "train.jsonl")
+    return job(tmp_path / "data", tmp_path / "artifact")
+
+
+def test_result_log_and_job_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    dataset = write_jsonl(tmp_path / "d.jsonl", ROWS)
+    result = run_step("data", job(dataset, tmp_path / "artifact"), LOGGER, directory=tmp_path / "step")
+    assert (result["num_train"], result["num_test"]) == (18, 2)
+    assert f"{dataset}: 18 conversations to train on, 2 to evaluate on" in caplog.messages
+    assert {path.name for path in (tmp_path / "step").iterdir()} == {"job.json", "log.txt", "result.json"}
+
+
+def test_a_refusal_keeps_its_kind_and_its_line(tmp_path: Path) -> None:
+    with pytest.raises(Failure, match="no row has `messages`") as refused:
+        run_step("data", job(write_jsonl(tmp_path / "d.jsonl", [{"text": "a"}]), tmp_path / "artifact"), LOGGER)
+    assert refused.value.kind == "data"
+
+
+def test_a_bug_is_reported_with_its_traceback_in_the_log(tmp_path: Path) -> None:
+    with pytest.raises(Failure, match="KeyError: 'section'") as failed:
+        run_step("data", {}, LOGGER, directory=tmp_path)
+    assert failed.value.kind == "bug"
+    assert "Traceback (most recent call last)" in (tmp_path / "log.txt").read_text()
+
+
+def test_an_old_result_is_never_taken_for_the_new_one(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text('{"status": "done", "result": {"old": true}}')
+    with pytest.raises(Failure):
+        run_step("data", {}, LOGGER, directory=tmp_path)
+    assert read_json(tmp_path / "result.json")["status"] == "failed"
+
+
+def test_a_killed_child_is_named_by_its_signal(tmp_path: Path) -> None:
+    step = tmp_path / "step"
+    killer = threading.Thread(target=lambda: os.kill(wait_for_child(step), signal.SIGKILL))
+    killer.start()
+    with pytest.raises(Failure, match="the step 'data' was ended by signal SIGKILL") as failed:
+        run_step("data", blocking_job(tmp_path), LOGGER, directory=step)
+    killer.join()
+    assert failed.value.kind == "transient"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_child_outlives_its_parent(tmp_path: Path, number: signal.Signals) -> None:
+    values = blocking_job(tmp_path)
+    code = (
+        "import logging, pathlib\nfrom finetuning.launcher import run_step\n"
+        f"run_step('data', {values!r}, logging.getLogger(), directory=pathlib.Path({str(tmp_path / 'step')!r}))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT)
+    child = wait_for_child(tmp_path / "step")
+    parent.send_signal(number)
+    parent.wait()
+    assert ends(child), "the child is still there"
+
+
+def wait_for_child(step: Path) -> int:
+    """Pid of the process that runs the job in `step`, as soon as it has started to work."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or []
+            if str(step / "job.json") in command and process.num_threads() and _imported(process):
+                return process.pid
+        time.sleep(0.05)
+    raise TimeoutError("the child did not start")
+
+
+def _imported(process: psutil.Process) -> bool:
+    """The child asks for its parent's death signal first; by the time it sleeps on the pipe it has."""
+    return process.status() == psutil.STATUS_SLEEPING
+
+
+def ends(pid: int) -> bool:
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
