@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from finetuning.artifacts import read_json, write_json
-from finetuning.errors import Failure
+from finetuning.errors import classify
 
 PARENT_PID = "FINETUNE_PARENT_PID"
 RESULT = "result.json"
@@ -35,11 +35,11 @@ def main(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         outcome = {"status": "done", "result": run(read_json(job_file))}
-    except Failure as failure:
-        outcome = {"status": "failed", "kind": failure.kind, "message": failure.message}
     except Exception as error:
-        traceback.print_exc(file=sys.stdout)
-        outcome = {"status": "failed", "kind": "bug", "message": f"{type(error).__name__}: {error}"}
+        failure = classify(error)
+        if failure is not error:
+            traceback.print_exc(file=sys.stdout)
+        outcome = {"status": "failed", "kind": failure.kind, "message": failure.message}
     write_json(job_file.with_name(RESULT), outcome)
     sys.stdout.flush()
     sys.exit(0 if outcome["status"] == "done" else 1)

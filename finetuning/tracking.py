@@ -2,15 +2,27 @@
 
 import json
 import logging
-from collections.abc import Iterator
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from config.recipes import flatten
+from finetuning.errors import Failure
 
+TRACKING_SECONDS = 60
+"""What the tracking server may take for a call that the training does not depend on."""
+METRICS_A_REQUEST = 1000
+"""MLflow's own limit."""
+
+History = dict[str, set[int]]
+"""Metric name -> steps that it was logged at."""
+
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -70,22 +82,76 @@ def start_run(facts: RunFacts) -> str:
 
 @contextmanager
 def ended_honestly(run_id: str) -> Iterator[None]:
-    """End the run as FINISHED or FAILED, whatever a callback's destructor makes of it in between."""
-    import mlflow
-
+    """End the run as FINISHED, KILLED (told to stop) or FAILED, whatever a callback makes of it in between."""
     status = "FAILED"
     try:
         yield
         status = "FINISHED"
+    except Failure as failure:
+        status = "KILLED" if failure.kind == "preempted" else "FAILED"
+        raise
     finally:
-        try:
-            mlflow.end_run(status)
-            mlflow.MlflowClient().set_terminated(run_id, status)
-        except Exception as error:  # the tracking server went away: the training itself is not lost for that
-            logger.warning("MLflow run %s could not be ended as %s: %s", run_id, status, error)
+        _end(run_id, status)
 
 
-def log_file(run_id: str, path: Path) -> None:
+def _end(run_id: str, status: str) -> None:
+    import mlflow
+
+    try:
+        mlflow.end_run(status)  # stops the system metrics; in this thread, where the run is active
+    except Exception as error:
+        logger.warning("MLflow run %s could not be ended here: %s", run_id, error)
+    problem = f"MLflow run {run_id} could not be marked {status}"
+    _bounded(problem, lambda: mlflow.MlflowClient().set_terminated(run_id, status))
+
+
+def read_history(run_id: str) -> History:
+    """What the run has logged already; empty when the server does not answer."""
+    return _bounded(f"the metrics of MLflow run {run_id} could not be read", lambda: _read_history(run_id)) or {}
+
+
+def _read_history(run_id: str) -> History:
     from mlflow import MlflowClient
 
-    MlflowClient().log_artifact(run_id, str(path))
+    client = MlflowClient()
+    names = [name for name in client.get_run(run_id).data.metrics if not name.startswith("system/")]
+    return {name: {metric.step for metric in client.get_metric_history(run_id, name)} for name in names}
+
+
+def complete(run_id: str, log_history: list[dict[str, Any]]) -> None:
+    """Log the values of the trainer's history that the run lacks: a server that was down for a while loses none."""
+    _bounded(f"the metrics of MLflow run {run_id} could not be completed", lambda: _complete(run_id, log_history))
+
+
+def _complete(run_id: str, log_history: list[dict[str, Any]]) -> None:
+    import mlflow
+    from mlflow.entities import Metric
+
+    mlflow.flush_async_logging()
+    history, now = _read_history(run_id), int(time.time() * 1000)
+    missing = [
+        Metric(re.sub(r"[^0-9A-Za-z_\-. :/]", "_", name), float(value), now, entry["step"])
+        for entry in log_history
+        for name, value in entry.items()
+        if name != "step" and isinstance(value, int | float) and entry["step"] not in history.get(name, ())
+    ]
+    for start in range(0, len(missing), METRICS_A_REQUEST):
+        mlflow.MlflowClient().log_batch(run_id, metrics=missing[start : start + METRICS_A_REQUEST])
+
+
+def _bounded(problem: str, call: Callable[[], T]) -> T | None:
+    """The result of `call`, or None after a warning: tracking trouble never ends a training, and never holds it up."""
+    outcome: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            outcome["result"] = call()
+        except Exception as error:
+            outcome["error"] = re.sub(r"\s+", " ", str(error))[:200]
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(TRACKING_SECONDS)
+    if "result" not in outcome:
+        logger.warning("%s: %s", problem, outcome.get("error", f"no answer within {TRACKING_SECONDS} s"))
+    return outcome.get("result")

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from config.sections import Config
 from finetuning import artifacts, child, tracking
 from finetuning.data import read_dataset
-from finetuning.errors import Failure
+from finetuning.errors import REMEDIES, Failure
 from finetuning.model import load_chat_model
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ NOT_CONTENT = {"logging_steps", "save_total_limit", "dataloader_pin_memory"}
 """Training options that change no weight. Everything else is part of the training's fingerprint."""
 
 STATE = "training.json"
-PROGRESS_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
 
@@ -78,17 +77,18 @@ def run(values: dict[str, Any]) -> dict[str, Any]:
         checkpoint = newest_whole_checkpoint(job.output / "checkpoints")
         run_id = _mlflow_run(job, checkpoint)
         with tracking.ended_honestly(run_id):
-            result = {"mlflow_run_id": run_id, **_train(job, checkpoint)}
+            result = {"mlflow_run_id": run_id, **_train(job, run_id, checkpoint)}
         artifacts.write_json(job.output / STATE, {**artifacts.read_json(job.output / STATE), "result": result})
         return result
 
 
-def newest_whole_checkpoint(checkpoints: Path) -> Path | None:
+def newest_whole_checkpoint(directory: Path) -> Path | None:
     """The newest checkpoint whose files are what its manifest states; those that are not are moved aside and named."""
-    found = sorted(checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
-    for checkpoint in found:
+    from finetuning.callbacks import checkpoints
+
+    for checkpoint in checkpoints(directory):
         unsealed = artifacts.read_manifest(checkpoint) is None
-        damaged = ["the manifest, or a file it lists"] if unsealed else artifacts.damaged_files(checkpoint)
+        damaged = ["its manifest, or a file it lists"] if unsealed else artifacts.damaged_files(checkpoint)
         if not damaged:
             return checkpoint
         aside = checkpoint.with_name(f"damaged-{checkpoint.name}-{time.time_ns()}")
@@ -108,27 +108,43 @@ def _mlflow_run(job: Job, checkpoint: Path | None) -> str:
     return run_id
 
 
-def _train(job: Job, checkpoint: Path | None) -> dict[str, Any]:
+def _train(job: Job, run_id: str, checkpoint: Path | None) -> dict[str, Any]:
+    from finetuning import callbacks
+
     os.environ |= {
-        "MLFLOW_RUN_ID": artifacts.read_json(job.output / STATE)["mlflow_run_id"],
+        "MLFLOW_RUN_ID": run_id,
         "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "true",
         "MLFLOW_MAX_LOG_PARAMS": "0",  # the run has its params already; the Trainer's would be 200 more
     }
+    stop = callbacks.Stop()  # from here on a SIGTERM is answered at the end of a step
     trainer = build_trainer(job)
+    history = tracking.read_history(run_id)
+    trainer.remove_callback(callbacks.PrinterCallback)
+    trainer.remove_callback(callbacks.MLflowCallback)
+    for callback in (
+        callbacks.Watch(len(trainer.processing_class)),
+        callbacks.Metrics(history),
+        stop,
+        callbacks.Seal(job.config.training.save_total_limit),
+        callbacks.Progress(),
+    ):
+        trainer.add_callback(callback)
     args = trainer.args
+    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    sizes = len(trainer.train_dataset), len(trainer.eval_dataset)
     logger.info(
         "%d steps of %d conversations on %s (%d to train on, %d to evaluate on)",
-        args.max_steps, args.train_batch_size * args.gradient_accumulation_steps * args.world_size, args.device,
-        len(trainer.train_dataset), len(trainer.eval_dataset),
-    )  # fmt: skip
+        *(args.max_steps, rows, args.device, *sizes),
+    )
     started = time.monotonic()
     outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    return _result(trainer, outcome.training_loss, time.monotonic() - started)
+    tracking.complete(run_id, trainer.state.log_history)
+    return _result(job, trainer, outcome.training_loss, time.monotonic() - started)
 
 
 def build_trainer(job: Job) -> "SFTTrainer":
     """Dataset, tokenizer, model, trainer: in the order of the data."""
-    from transformers import PrinterCallback, set_seed
+    from transformers import set_seed
     from trl import SFTTrainer
 
     training = job.config.training
@@ -151,9 +167,8 @@ def build_trainer(job: Job) -> "SFTTrainer":
             f"training.max_length={training.max_length}: no conversation has a token to train on within that length. "
             "Raise it.",
         )
-    trainer.remove_callback(PrinterCallback)  # it prints what `Progress` logs in words
-    for callback in callbacks():
-        trainer.add_callback(callback)
+    # Rotation is ours (`callbacks.Seal`), and so is the choice of the best: export reads it from its checkpoint.
+    trainer.args.save_total_limit, trainer.args.load_best_model_at_end = None, False
     return trainer
 
 
@@ -177,69 +192,21 @@ def sft_config(config: Config, output_dir: Path) -> "SFTConfig":
     )
 
 
-def callbacks() -> list[Any]:
-    """Progress (step, loss, useful tokens a second, seconds to go) and the seal of each checkpoint."""
-    from transformers import TrainerCallback
-
-    class Seal(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            artifacts.write_manifest(Path(args.output_dir) / f"checkpoint-{state.global_step}")
-
-    class Progress(TrainerCallback):
-        def __init__(self) -> None:
-            self.started = self.reported = time.monotonic()
-            self.first_step = 0
-            self.loss: float | None = None
-
-        def on_train_begin(self, args, state, control, **kwargs):
-            self.started, self.first_step = time.monotonic(), state.global_step
-
-        def on_log(self, args, state, control, logs, **kwargs):
-            self.loss = logs.get("loss", self.loss)
-            self._report(state)
-            losses = {name: logs[name] for name in ("loss", "eval_loss", "learning_rate", "grad_norm") if name in logs}
-            text = "  ".join(f"{name} {float(value):.4g}" for name, value in losses.items())
-            if text:
-                rate, eta = self._speed(state)
-                logger.info(
-                    "step %d of %d  %s  %.0f tokens/s  %.0f s to go",
-                    state.global_step, state.max_steps, text, rate, eta,
-                )  # fmt: skip
-
-        def on_step_end(self, args, state, control, **kwargs):
-            if time.monotonic() - self.reported >= PROGRESS_SECONDS:
-                self._report(state)
-
-        def _speed(self, state) -> tuple[float, float]:
-            seconds = max(time.monotonic() - self.started, 1e-9)
-            done = max(state.global_step - self.first_step, 1)
-            return state.num_input_tokens_seen / seconds, seconds / done * (state.max_steps - state.global_step)
-
-        def _report(self, state) -> None:
-            self.reported = time.monotonic()
-            rate, eta = self._speed(state)
-            child.report_progress(
-                step=state.global_step,
-                max_steps=state.max_steps,
-                loss=self.loss,
-                tokens_per_second=round(rate),
-                eta_seconds=round(eta),
-            )
-
-    return [Seal(), Progress()]
-
-
-def _result(trainer: "SFTTrainer", training_loss: float, seconds: float) -> dict[str, Any]:
+def _result(job: Job, trainer: "SFTTrainer", training_loss: float, seconds: float) -> dict[str, Any]:
     """What the training came to. Raises Failure when it did not reach its planned steps."""
     state = trainer.state
     if state.global_step < state.max_steps:
-        raise Failure("bug", f"training ended at step {state.global_step} of {state.max_steps}: nothing is saved of it")
+        message = f"training was stopped at step {state.global_step} of {state.max_steps}, where a checkpoint was saved"
+        raise Failure("preempted", f"{message}. {REMEDIES['preempted']}")
     last = f"{trainer.args.output_dir}/checkpoint-{state.global_step}"
-    if trainer.args.load_best_model_at_end and state.best_model_checkpoint is None:
-        raise Failure("diverged", f"{trainer.args.metric_for_best_model} was never a number: no checkpoint is the best")
+    best = state.best_model_checkpoint
+    if job.config.training.load_best_model_at_end and best is None:
+        metric = job.config.training.metric_for_best_model
+        raise Failure("diverged", f"{metric} was never a number, so that no checkpoint is the best one.")
+    chosen = best if job.config.training.load_best_model_at_end else last
     evaluations = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
     return {
-        "checkpoint": Path(state.best_model_checkpoint or last).name,
+        "checkpoint": Path(chosen).name,
         "num_steps": state.global_step,
         "num_tokens": state.num_input_tokens_seen,
         "training_loss": training_loss,

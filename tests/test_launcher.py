@@ -86,13 +86,13 @@ def test_no_child_outlives_its_parent(tmp_path: Path, number: signal.Signals) ->
     assert ends(child), "the child is still there"
 
 
-def wait_for_child(step: Path) -> int:
+def wait_for_child(step: Path, started: bool = False) -> int:
     """Pid of the process that runs the job in `step`, as soon as it has started to work."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
         for process in psutil.process_iter(["cmdline"]):
             command = process.info["cmdline"] or []
-            if str(step / "job.json") in command and process.num_threads() and _imported(process):
+            if str(step / "job.json") in command and (started or _imported(process)):
                 return process.pid
         time.sleep(0.05)
     raise TimeoutError("the child did not start")

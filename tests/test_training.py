@@ -1,0 +1,262 @@
+"""A training that is killed, stopped or damaged ends as the undisturbed one; one that is lost leaves no model.
+
+Each test runs the real program `finetuning.train` in its child process, without Prefect.
+"""
+
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.sections import Config
+from config.settings import Settings
+from finetuning import data, model
+from finetuning.artifacts import damaged_files, read_json, read_manifest
+from finetuning.errors import Failure
+from finetuning.inputs import identify
+from finetuning.launcher import run_step
+from tests.conftest import PROJECT
+from tests.test_launcher import wait_for_child
+
+LOGGER = logging.getLogger("test")
+SAMPLES = PROJECT / "samples"
+TRAINING = {
+    "max_steps": 8,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "per_device_eval_batch_size": 8,
+    "max_length": 128,
+    "learning_rate": 1e-3,
+    "warmup_steps": 2,
+    "bf16": False,
+    "activation_checkpointing": False,
+    "eval_steps": 2,
+    "save_steps": 2,
+    "logging_steps": 1,
+}
+
+
+class Bench:
+    """Prepared inputs, and trainings on them in directories of their own."""
+
+    def __init__(self, folder: Path, base: Path = SAMPLES / "model"):
+        self.folder, self.base = folder, base
+        chat, weights = identify("dataset", str(SAMPLES / "chat"), "main"), identify("model", str(base), "main")
+        small = {"name": str(SAMPLES / "chat")}
+        self.dataset, self.model = folder / "dataset", folder / "model"
+        data.run({"section": small, "input": chat.model_dump(mode="json"), "output": str(self.dataset)})
+        keep_rows(self.dataset, 64)
+        section = {"name": str(base)}
+        model.run({"section": section, "input": weights.model_dump(mode="json"), "output": str(self.model)})
+
+    def train(self, name: str, on_progress: Callable | None = None, **training: Any) -> dict[str, Any]:
+        config = Config.model_validate({"model": {"dtype": "float32"}, "training": {**TRAINING, **training}})
+        settings = Settings()
+        run = {
+            "experiment_name": name,
+            "artifact_location": settings.artifact_location,
+            "run_name": name,
+            "config": config.model_dump(),
+            "origins": {},
+            "tags": {},
+            "dataset_name": "sample",
+            "dataset_digest": "0",
+            "dataset_path": str(self.dataset),
+        }
+        job = {
+            "config": config.model_dump(),
+            "fingerprint": name,
+            "output": str(self.folder / name),
+            "dataset": str(self.dataset),
+            "model": str(self.model),
+            "base": str(self.base),
+            "run": run,
+        }
+        return run_step("train", job, LOGGER, directory=self.folder / name, on_progress=on_progress)
+
+    def signal_at(self, step: int, number: signal.Signals, name: str) -> Callable[[dict], None]:
+        """For `on_progress`: send a signal to the trainer at its report of that step, once."""
+        sent = []
+
+        def act(event: dict[str, Any]) -> None:
+            if event["step"] >= step and not sent:
+                sent.append(step)
+                os.kill(wait_for_child(self.folder / name, started=True), number)
+
+        return act
+
+    def weights(self, name: str) -> str:
+        """Digest of the last checkpoint's weights."""
+        return read_manifest(self.folder / name / "checkpoints" / "checkpoint-8")["files"]["model.safetensors"][
+            "xxh3_128"
+        ]
+
+    def mlflow(self, name: str) -> tuple[Any, dict[str, list[tuple[int, float]]]]:
+        """The only run of the training, and its metric history without times."""
+        from mlflow import MlflowClient
+
+        client = MlflowClient(Settings().tracking_uri)
+        [run] = client.search_runs([client.get_experiment_by_name(name).experiment_id])
+        names = [metric for metric in run.data.metrics if not metric.startswith("system/") and metric not in TIMED]
+        histories = {metric: client.get_metric_history(run.info.run_id, metric) for metric in names}
+        return run, {
+            name: sorted((value.step, value.value) for value in history) for name, history in histories.items()
+        }
+
+
+TIMED = {
+    *(f"eval_{name}" for name in ("runtime", "samples_per_second", "steps_per_second")),
+    *(f"train_{name}" for name in ("runtime", "samples_per_second", "steps_per_second", "loss", "tokens_per_second")),
+    "total_flos",
+}
+"""Values of the clock, and averages over one process's part of the training."""
+
+
+def keep_rows(dataset: Path, count: int) -> None:
+    for name in ("train.jsonl", "test.jsonl"):
+        lines = (dataset / name).read_text().splitlines(keepends=True)
+        (dataset / name).write_text("".join(lines[:count]))
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    bench = Bench(tmp_path_factory.mktemp("training"))
+    bench.train("straight")
+    return bench
+
+
+def assert_like_straight(bench: Bench, name: str) -> None:
+    assert bench.weights(name) == bench.weights("straight")
+    run, history = bench.mlflow(name)
+    _, expected = bench.mlflow("straight")
+    assert run.info.status == "FINISHED"
+    assert history == expected, "no gap, no overlap, the same values"
+    results = [read_json(bench.folder / which / "training.json")["result"] for which in (name, "straight")]
+    assert results[0]["checkpoint"] == results[1]["checkpoint"]
+    assert results[0]["eval_loss"] == results[1]["eval_loss"]
+
+
+@pytest.mark.parametrize("step", [1, 3, 7])
+def test_killed_and_started_again(bench: Bench, step: int) -> None:
+    name = f"killed-at-{step}"
+    with pytest.raises(Failure, match="was ended by signal SIGKILL") as killed:
+        bench.train(name, bench.signal_at(step, signal.SIGKILL, name))
+    assert killed.value.kind == "transient"
+    bench.train(name)
+    assert_like_straight(bench, name)
+
+
+def test_told_to_stop_it_saves_and_goes_on(bench: Bench) -> None:
+    with pytest.raises(Failure, match=r"stopped at step \d of 8, where a checkpoint was saved") as stopped:
+        bench.train("stopped", bench.signal_at(3, signal.SIGTERM, "stopped"))
+    assert stopped.value.kind == "preempted"
+    assert bench.mlflow("stopped")[0].info.status == "KILLED"
+    [*_, newest] = sorted((bench.folder / "stopped" / "checkpoints").glob("checkpoint-*"))
+    assert damaged_files(newest) == []
+    bench.train("stopped")
+    assert bench.weights("stopped") == bench.weights("straight")
+    assert bench.mlflow("stopped")[0].info.status == "FINISHED"
+
+
+def test_with_packing_resume_is_exact_too(bench: Bench) -> None:
+    bench.train("packed", packing=True)
+    with pytest.raises(Failure):
+        bench.train("packed-killed", bench.signal_at(5, signal.SIGKILL, "packed-killed"), packing=True)
+    bench.train("packed-killed", packing=True)
+    assert bench.weights("packed-killed") == bench.weights("packed")
+
+
+def test_a_finished_training_is_not_touched_again(bench: Bench) -> None:
+    files = [path for path in (bench.folder / "straight" / "checkpoints").rglob("*") if path.is_file()]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    events: list[dict] = []
+    assert bench.train("straight", events.append)["num_steps"] == 8
+    assert events == []
+    assert {path: path.stat().st_mtime_ns for path in files} == before
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "no manifest": lambda checkpoint: (checkpoint / "manifest.json").unlink(),
+    "truncated weights": lambda checkpoint: os.truncate(checkpoint / "model.safetensors", 1000),
+    "changed optimizer": lambda checkpoint: flip_a_byte(checkpoint / "optimizer.pt"),
+    "no scheduler": lambda checkpoint: (checkpoint / "scheduler.pt").unlink(),
+    "empty trainer state": lambda checkpoint: (checkpoint / "trainer_state.json").write_text(""),
+    "empty folder": lambda checkpoint: [path.unlink() for path in checkpoint.iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_moved_aside_and_named(
+    bench: Bench, interrupted: Path, damage: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO)
+    name = f"damaged-{damage.replace(' ', '-')}"
+    shutil.copytree(interrupted, bench.folder / name)
+    DAMAGE[damage](bench.folder / name / "checkpoints" / "checkpoint-6")
+    found = model_free_newest(bench.folder / name / "checkpoints")
+    assert found.name == "checkpoint-4"
+    [aside] = (bench.folder / name / "checkpoints").glob("damaged-checkpoint-6-*")
+    assert "checkpoint-6 is not whole" in caplog.text
+    assert str(aside) in caplog.text
+
+
+def test_after_damage_the_training_goes_on_from_the_one_before(bench: Bench, interrupted: Path) -> None:
+    shutil.copytree(interrupted, bench.folder / "repaired")
+    flip_a_byte(bench.folder / "repaired" / "checkpoints" / "checkpoint-6" / "model.safetensors")
+    # The copy still names the MLflow run of the original: as after a restore from a backup.
+    bench.train("repaired")
+    assert bench.weights("repaired") == bench.weights("straight")
+
+
+@pytest.fixture(scope="module")
+def interrupted(bench: Bench) -> Path:
+    """A training that was killed after it had sealed checkpoints 4 and 6."""
+    with pytest.raises(Failure):
+        bench.train("interrupted", bench.signal_at(7, signal.SIGKILL, "interrupted"))
+    checkpoints = bench.folder / "interrupted" / "checkpoints"
+    assert read_manifest(checkpoints / "checkpoint-6")
+    return bench.folder / "interrupted"
+
+
+def model_free_newest(checkpoints: Path) -> Path:
+    from finetuning.train import newest_whole_checkpoint
+
+    found = newest_whole_checkpoint(checkpoints)
+    assert found
+    return found
+
+
+def flip_a_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-10, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-10, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 0xFF]))
+
+
+def test_weights_that_are_no_numbers_are_never_a_checkpoint(tmp_path: Path) -> None:
+    """A NaN training of the plain stack ends green: loss 0.0, the last checkpoint kept."""
+    from safetensors.torch import load_file, save_file
+
+    base = tmp_path / "base"
+    shutil.copytree(SAMPLES / "model", base)
+    weights = load_file(base / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] = float("nan")
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    bench = Bench(tmp_path, base)
+    with pytest.raises(
+        Failure, match=r"became nan at step 1.*Nothing is saved as a model.*training.learning_rate"
+    ) as lost:
+        bench.train("nan")
+    assert lost.value.kind == "diverged"
+    assert bench.mlflow("nan")[0].info.status == "FAILED"
+    assert not list((tmp_path / "nan" / "checkpoints").glob("checkpoint-*"))
+    bench = Bench(tmp_path / "again", base)
+    with pytest.raises(Failure, match="holds values that are not finite at step 2"):
+        bench.train("nan-unlogged", logging_steps=50, eval_steps=100, load_best_model_at_end=False)
+    assert not list((tmp_path / "again" / "nan-unlogged" / "checkpoints").glob("*/manifest.json"))
