@@ -33,6 +33,10 @@ class Settings(BaseSettings):
     """Where finished model directories are published. Default: `/Volumes` where it is mounted (Databricks), otherwise
     the folder `volumes` under the storage root."""
 
+    grace_seconds: float = Field(20, ge=0)
+    """Seconds that a step has between SIGTERM and SIGKILL, for a checkpoint. Below 30: so long Prefect waits for a
+    cancelled flow before it kills it."""
+
     mlflow_tracking_uri: str | None = Field(None, validation_alias="MLFLOW_TRACKING_URI")
     mlflow_registry_uri: str | None = Field(None, validation_alias="MLFLOW_REGISTRY_URI")
     mlflow_experiment_name: str = Field("finetune", validation_alias="MLFLOW_EXPERIMENT_NAME")

@@ -21,7 +21,17 @@ from finetuning import artifacts, child
 from finetuning.errors import REMEDIES, Failure
 from finetuning.tracking import History
 
-__all__ = ["MLflowCallback", "Metrics", "PrinterCallback", "Progress", "Seal", "Stop", "Watch", "checkpoints"]
+__all__ = [
+    "MLflowCallback",
+    "Metrics",
+    "PrinterCallback",
+    "Progress",
+    "Seal",
+    "Stop",
+    "TokenCount",
+    "Watch",
+    "checkpoints",
+]
 
 PROGRESS_SECONDS = 1.0
 logger = logging.getLogger(__name__)
@@ -37,6 +47,7 @@ class Seal(TrainerCallback):
     def __init__(self, keep: int):
         self.keep = keep
         self.thread: threading.Thread | None = None
+        self.error: Exception | None = None
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         refuse_non_finite_weights(model, state.global_step)
@@ -50,10 +61,19 @@ class Seal(TrainerCallback):
         self.wait()
 
     def wait(self) -> None:
+        """Until the checkpoint is sealed. Raises what kept it from being."""
         if self.thread:
             self.thread.join()
+        if self.error:
+            raise self.error
 
     def _seal(self, checkpoint: Path, best: Path | None) -> None:
+        try:
+            self._seal_and_rotate(checkpoint, best)
+        except Exception as error:  # a thread's exception would only be printed
+            self.error = error
+
+    def _seal_and_rotate(self, checkpoint: Path, best: Path | None) -> None:
         artifacts.write_manifest(checkpoint, algorithm="xxh3_128")
         sealed = [path for path in checkpoints(checkpoint.parent) if artifacts.read_manifest(path)]
         kept = {sealed[0], best} if best else {sealed[0]}
@@ -65,15 +85,20 @@ class Seal(TrainerCallback):
 
 
 class Stop(TrainerCallback):
-    """On SIGTERM: save a checkpoint at the end of the running step and stop."""
+    """On SIGTERM: save a checkpoint at the end of the running step and stop; before the first step, stop at once."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = self.training = False
         signal.signal(signal.SIGTERM, self._request)
 
     def _request(self, number: int, frame: Any) -> None:
+        if not self.training:
+            raise Failure("preempted", f"training was stopped before its first step. {REMEDIES['preempted']}")
         self.requested = True
         logger.warning("SIGTERM: a checkpoint is saved at the end of this step, then the training stops")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.training = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.requested:
@@ -182,6 +207,16 @@ class Metrics(MLflowCallback):
     def _unreachable(self, error: Exception) -> None:
         reason = re.sub(r"\s+", " ", str(error))[:200]
         logger.warning("MLflow does not answer, the training goes on and its metrics are logged later (%s)", reason)
+
+
+class TokenCount(TrainerCallback):
+    """Resumed, TRL's `num_tokens` would start at zero; the Trainer's own count, which is equal, does not."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._total_train_tokens = state.num_input_tokens_seen
 
 
 def checkpoints(directory: Path) -> list[Path]:

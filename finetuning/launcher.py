@@ -22,8 +22,6 @@ from finetuning.artifacts import read_json, write_json
 from finetuning.child import PARENT_PID, PROGRESS, RESULT
 from finetuning.errors import Failure
 
-GRACE_SECONDS = 20
-"""Time between SIGTERM and SIGKILL. Prefect kills a cancelled flow after 30 s, and the child must be gone by then."""
 LOG = "log.txt"
 TAIL_LINES = 20
 LEVELS = {"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"}
@@ -119,7 +117,7 @@ def _forward(pipe: IO[str], log_file: Path, logger: Any, on_progress: Progress |
 
 def _end_group(child: subprocess.Popen[str]) -> None:
     """End the child and all it started: SIGTERM to its session, time to save, SIGKILL."""
-    for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, 5)):
+    for number, seconds in ((signal.SIGTERM, Settings().grace_seconds), (signal.SIGKILL, 5)):
         try:
             os.killpg(child.pid, number)
         except ProcessLookupError:

@@ -113,6 +113,7 @@ def _train(job: Job, run_id: str, checkpoint: Path | None) -> dict[str, Any]:
 
     os.environ |= {
         "MLFLOW_RUN_ID": run_id,
+        "MLFLOW_EXPERIMENT_NAME": job.run.experiment_name,
         "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "true",
         "MLFLOW_MAX_LOG_PARAMS": "0",  # the run has its params already; the Trainer's would be 200 more
     }
@@ -122,6 +123,7 @@ def _train(job: Job, run_id: str, checkpoint: Path | None) -> dict[str, Any]:
     trainer.remove_callback(callbacks.PrinterCallback)
     trainer.remove_callback(callbacks.MLflowCallback)
     for callback in (
+        callbacks.TokenCount(trainer),
         callbacks.Watch(len(trainer.processing_class)),
         callbacks.Metrics(history),
         stop,
