@@ -35,4 +35,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): once, a few minutes."
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt '.[dev]'
+	@rm -rf build finetune.egg-info
 	@touch $@
