@@ -13,7 +13,14 @@ from pydantic_settings import (
 )
 
 from config.recipes import Parameters, RefusedConfiguration, did_you_mean, explain, known_names
-from config.sections import DatasetSection, EvaluationSection, ModelSection, RegistrySection, TrainingSection
+from config.sections import (
+    DatasetSection,
+    EvaluationSection,
+    ModelSection,
+    RegistrySection,
+    RunSection,
+    TrainingSection,
+)
 
 USAGE_ERROR = 2
 
@@ -42,6 +49,7 @@ class CommandLine(BaseSettings):
     training: TrainingSection = TrainingSection()
     registry: RegistrySection = RegistrySection()
     evaluation: EvaluationSection = EvaluationSection()
+    run: RunSection = RunSection()
 
     @classmethod
     def settings_customise_sources(

@@ -182,6 +182,13 @@ class EvaluationSection(Section):
     """Tokens an answer may have."""
 
 
+class RunSection(Section):
+    """How this run goes about it."""
+
+    refresh: bool = Field(False, title="Do it all again")
+    """Use nothing that earlier runs have made: load, train and register again, beside what is there."""
+
+
 class Config(Section):
     """All sections of one run."""
 
@@ -190,6 +197,7 @@ class Config(Section):
     training: TrainingSection = TrainingSection()
     registry: RegistrySection = RegistrySection()
     evaluation: EvaluationSection = EvaluationSection()
+    run: RunSection = RunSection()
 
     # Checks across fields belong here and not into a section: a section may hold the overrides alone, without the
     # deployment's values that they are merged with.

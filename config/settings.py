@@ -37,6 +37,18 @@ class Settings(BaseSettings):
     """Seconds that a step has between SIGTERM and SIGKILL, for a checkpoint. Below 30: so long Prefect waits for a
     cancelled flow before it kills it."""
 
+    training_timeout_seconds: float | None = Field(None, gt=0)
+    """Longest time that one try of a training may take; then it saves a checkpoint and the run fails. Empty: none."""
+
+    max_run_count: int = Field(5, ge=1)
+    """How often one flow run may be started, after crashes, before it fails for good."""
+
+    tracking_required: bool = True
+    """Refuse to start while the MLflow server cannot be reached. Off: train, and log everything afterwards."""
+
+    shared_storage: bool = False
+    """The storage root is shared by several hosts: a lease file guards each artifact, besides the local lock."""
+
     mlflow_tracking_uri: str | None = Field(None, validation_alias="MLFLOW_TRACKING_URI")
     mlflow_registry_uri: str | None = Field(None, validation_alias="MLFLOW_REGISTRY_URI")
     mlflow_experiment_name: str = Field("finetune", validation_alias="MLFLOW_EXPERIMENT_NAME")

@@ -7,18 +7,23 @@ manifest is written last, in a directory with a temporary name, which is then re
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from config.settings import Settings
+from finetuning.lease import is_leased, lease
+
 MANIFEST = "manifest.json"
 FINGERPRINT_LENGTH = 16
 """Hexadecimal digits kept of a SHA-256: 64 bits, so that a million artifacts collide with probability 3e-8."""
+logger = logging.getLogger(__name__)
 
 
 def fingerprint(**parts: Any) -> str:
@@ -113,8 +118,39 @@ def produce(directory: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str
 
 @contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Hold the lock of `directory` (an advisory `flock`, released by the kernel however the holder ends)."""
+    """Hold the lock of `directory`; wait, and say so, while another process has it.
+
+    On one host an advisory `flock`, which the kernel releases however the holder ends; with FINETUNE_SHARED_STORAGE a
+    lease as well, because not every shared file system passes locks on.
+    """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with open(directory.with_name(f".{directory.name}.lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    with open(_lock_file(directory), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another run works on %s: waiting for it", directory)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        with lease(directory) if Settings().shared_storage else nullcontext():
+            yield
+
+
+def is_locked(directory: Path) -> bool:
+    """Whether a process works on `directory`: one of this host, or with FINETUNE_SHARED_STORAGE of another."""
+    try:
+        with open(_lock_file(directory), "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        pass
+    except BlockingIOError:
+        return True
+    return Settings().shared_storage and is_leased(directory)
+
+
+def mark_used(directory: Path) -> None:
+    """Note the time: pruning goes by the last use. An artifact of a file system that is read-only stays as it is."""
+    with suppress(OSError):
+        _lock_file(directory).touch()
+
+
+def _lock_file(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.lock")

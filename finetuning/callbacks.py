@@ -19,6 +19,7 @@ from transformers.integrations import MLflowCallback
 
 from finetuning import artifacts, child
 from finetuning.errors import REMEDIES, Failure
+from finetuning.resume import checkpoints
 from finetuning.tracking import History
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "Stop",
     "TokenCount",
     "Watch",
-    "checkpoints",
 ]
 
 PROGRESS_SECONDS = 1.0
@@ -53,7 +53,8 @@ class Seal(TrainerCallback):
         refuse_non_finite_weights(model, state.global_step)
         self.wait()
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        best = state.best_model_checkpoint and Path(state.best_model_checkpoint)
+        # By name: the training may have been moved since.
+        best = state.best_model_checkpoint and checkpoint.with_name(Path(state.best_model_checkpoint).name)
         self.thread = threading.Thread(target=self._seal, args=(checkpoint, best))
         self.thread.start()
 
@@ -217,9 +218,3 @@ class TokenCount(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._total_train_tokens = state.num_input_tokens_seen
-
-
-def checkpoints(directory: Path) -> list[Path]:
-    """All checkpoints in `directory`, newest first."""
-    found = directory.glob("checkpoint-*")
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)

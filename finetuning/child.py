@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from finetuning.artifacts import read_json, write_json
-from finetuning.errors import classify
+from finetuning.errors import REMEDIES, Failure, classify
 
 PARENT_PID = "FINETUNE_PARENT_PID"
 RESULT = "result.json"
@@ -30,6 +30,7 @@ def main(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """
     job_file = Path(sys.argv[1])
     die_with_parent()
+    signal.signal(signal.SIGTERM, _stop)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout, force=True)
     for name in ("httpx", "httpcore", "alembic", "mlflow.store.db.utils", "fsspec", "filelock", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -43,6 +44,11 @@ def main(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     write_json(job_file.with_name(RESULT), outcome)
     sys.stdout.flush()
     sys.exit(0 if outcome["status"] == "done" else 1)
+
+
+def _stop(number: int, frame: Any) -> None:
+    """Told to stop: unwind, so that locks, temporary files and the MLflow run are left in order."""
+    raise Failure("preempted", f"the step was told to stop (SIGTERM). {REMEDIES['preempted']}")
 
 
 def die_with_parent() -> None:

@@ -31,19 +31,26 @@ class Input(BaseModel):
     """Absolute path of a local one; None for the hub."""
     version: str
     """Digest of the local files' names and contents, or the hub commit."""
+    refresh: str | None = None
+    """Id of the flow run that wants everything made again: artifacts of other runs do not count for it."""
+
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """What an artifact made of it is named by."""
+        return {"version": self.version, "refresh": self.refresh}
 
 
-def identify(kind: Kind, name: str, revision: str) -> Input:
+def identify(kind: Kind, name: str, revision: str, refresh: str | None = None) -> Input:
     """Pin `name`: a path if there is one of that name, otherwise a hub id.
 
     Raises Failure, naming the setting, whether the hub was asked, and how to give a path instead.
     """
     path = Path(name).expanduser()
     if path.exists():
-        return Input(name=name, path=path.resolve(), version=_digest(kind, path.resolve()))
+        return Input(name=name, path=path.resolve(), version=_digest(kind, path.resolve()), refresh=refresh)
     if _looks_like_path(name):
         raise Failure("configuration", f"{kind}.name={name!r}: there is no such file or directory ({path.absolute()}).")
-    return Input(name=name, path=None, version=_commit(kind, name, revision))
+    return Input(name=name, path=None, version=_commit(kind, name, revision), refresh=refresh)
 
 
 def input_files(kind: Kind, path: Path) -> list[Path]:

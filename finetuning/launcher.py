@@ -14,13 +14,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from config.settings import PROJECT_ROOT, Settings
 from finetuning.artifacts import read_json, write_json
 from finetuning.child import PARENT_PID, PROGRESS, RESULT
-from finetuning.errors import Failure
+from finetuning.errors import Failure, classify, classify_exit, count_oom_kills
 
 LOG = "log.txt"
 TAIL_LINES = 20
@@ -36,26 +37,35 @@ def run_step(
     *,
     directory: Path | None = None,
     on_progress: Progress | None = None,
+    timeout_seconds: float | None = None,
 ) -> dict[str, Any]:
     """Run `python -m finetuning.<step>` on `job` and return its result.
 
     Job, log and result files are kept in `directory`; without one they live in a temporary folder and go with it.
     Lines of the child go to `logger` at their level while it runs, progress events to `on_progress`. Must be called in
     the main thread: the child dies with the thread that started it.
-    Raises Failure: what the child reported, or how it ended when it could not report.
+    Raises Failure: what the child reported, how it ended when it could not report, or that it took longer than
+    `timeout_seconds`, after it was stopped as a preempted one is.
     """
     if directory is None:
         settings = Settings()
         with tempfile.TemporaryDirectory(prefix=f"{step}-", dir=settings.storage_root / "tmp") as temporary:
             return run_step(step, job, logger, directory=Path(temporary), on_progress=on_progress)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / RESULT).unlink(missing_ok=True)
-    write_json(directory / "job.json", job)
-    exit_code, tail = _run(step, directory, logger, on_progress)
-    return _outcome(step, directory, exit_code, tail)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / RESULT).unlink(missing_ok=True)
+        write_json(directory / "job.json", job)
+    except OSError as error:
+        raise classify(error) from error
+    oom_kills = count_oom_kills()
+    ended = _run(step, directory, logger, on_progress, timeout_seconds)
+    return _outcome(step, directory, *ended, count_oom_kills() - oom_kills)
 
 
-def _run(step: str, directory: Path, logger: Any, on_progress: Progress | None) -> tuple[int, list[str]]:
+def _run(
+    step: str, directory: Path, logger: Any, on_progress: Progress | None, timeout_seconds: float | None
+) -> tuple[int, list[str]]:
+    """Exit code and last lines. Raises Failure after a timeout."""
     child = subprocess.Popen(
         [sys.executable, "-m", f"finetuning.{step}", str(directory / "job.json")],
         cwd=PROJECT_ROOT,
@@ -73,11 +83,27 @@ def _run(step: str, directory: Path, logger: Any, on_progress: Progress | None) 
     reader = threading.Thread(target=context.run, args=(_forward, *arguments))
     reader.start()
     try:
-        exit_code = child.wait()  # on the process and not on the pipe's end: a grandchild may hold the pipe open
-        reader.join(timeout=5)
-        return exit_code, tail
+        # On the process and not on the pipe's end: a grandchild may hold the pipe open.
+        exit_code = child.wait(timeout_seconds)
+    except subprocess.TimeoutExpired:
+        logger.warning("the step %r has taken %g seconds and is stopped", step, timeout_seconds)
+        _end_group(child)
+        raise _timed_out(step, directory, timeout_seconds) from None
     finally:
         _end_group(child)
+        reader.join(timeout=5)
+    return exit_code, tail
+
+
+def _timed_out(step: str, directory: Path, seconds: float | None) -> Failure:
+    """Not worth another try by itself: it would take as long again."""
+    try:
+        end = read_json(directory / RESULT)["message"]
+    except (OSError, ValueError, KeyError):
+        end = "it did not end in time to say how far it came. Run it again: it goes on from the newest checkpoint."
+    return Failure(
+        "configuration", f"FINETUNE_TRAINING_TIMEOUT_SECONDS={seconds:g}: the step {step!r} took longer; {end}"
+    )
 
 
 def _environment() -> dict[str, str]:
@@ -100,19 +126,28 @@ def _environment() -> dict[str, str]:
 
 
 def _forward(pipe: IO[str], log_file: Path, logger: Any, on_progress: Progress | None, tail: list[str]) -> None:
+    """Read until the child ends, whatever becomes of a line: a pipe that nobody reads would hold the child up."""
     with log_file.open("a") as log:
         for line in pipe:
-            log.write(line)
-            log.flush()
-            first, _, rest = line.rstrip().partition(" ")
-            if first == PROGRESS:
-                if on_progress:
-                    on_progress(json.loads(rest))
-            elif first in LEVELS:
-                logger.log(getattr(logging, first), rest)
-            elif line.strip():
-                logger.info(line.rstrip())
             tail[:] = [*tail[1 - TAIL_LINES :], line.rstrip()]
+            with suppress(OSError):  # a full disk
+                log.write(line)
+                log.flush()
+            try:
+                _pass_on(line.rstrip(), logger, on_progress)
+            except Exception as error:  # the Prefect server is away for a moment
+                logger.debug("a line of the step could not be shown: %s", error)
+
+
+def _pass_on(line: str, logger: Any, on_progress: Progress | None) -> None:
+    first, _, rest = line.partition(" ")
+    if first == PROGRESS:
+        if on_progress:
+            on_progress(json.loads(rest))
+    elif first in LEVELS:
+        logger.log(getattr(logging, first), rest)
+    elif line.strip():
+        logger.info(line)
 
 
 def _end_group(child: subprocess.Popen[str]) -> None:
@@ -128,15 +163,11 @@ def _end_group(child: subprocess.Popen[str]) -> None:
             continue
 
 
-def _outcome(step: str, directory: Path, exit_code: int, tail: list[str]) -> dict[str, Any]:
+def _outcome(step: str, directory: Path, exit_code: int, tail: list[str], oom_kills: int) -> dict[str, Any]:
     try:
         outcome = read_json(directory / RESULT)
     except OSError:
-        last = tail[-1] if tail else "it printed nothing"
-        if exit_code < 0:  # from outside: the kernel short of memory, an operator, a machine that goes away
-            how = f"was ended by signal {signal.Signals(-exit_code).name}"
-            raise Failure("transient", f"the step {step!r} {how}. Its last line: {last}") from None
-        raise Failure("bug", f"the step {step!r} ended with exit code {exit_code}. Its last line: {last}") from None
+        raise classify_exit(step, exit_code, tail, oom_kills) from None
     if outcome["status"] == "done":
         return outcome["result"]
     raise Failure(outcome["kind"], outcome["message"])

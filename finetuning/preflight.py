@@ -3,6 +3,7 @@
 `check_settings` needs no library and no server. Program: `python -m finetuning.preflight JOB.json` asks the servers.
 """
 
+import logging
 import os
 import uuid
 from pathlib import Path
@@ -13,11 +14,15 @@ from pydantic import BaseModel
 from config.sections import Config
 from config.settings import Settings, shown
 from finetuning import child
+from finetuning.bounded import within
 from finetuning.errors import Failure
 from finetuning.registry import check_registry, is_unity_catalog
 from finetuning.tracking import ensure_experiment
 
+ANSWER_SECONDS = 30
+"""What the tracking server may take for its first answer; a new database makes its tables in that time."""
 DATABRICKS = ("databricks", "databricks-uc", "uc")
+logger = logging.getLogger(__name__)
 
 
 class Job(BaseModel):
@@ -60,11 +65,15 @@ def run(values: dict[str, Any]) -> dict[str, Any]:
     """Reach both servers: the experiment and the registered model exist afterwards. Raises Failure."""
     job, settings = Job.model_validate(values), Settings()
     try:
-        ensure_experiment(settings.mlflow_experiment_name, settings.artifact_location)
+        within(ANSWER_SECONDS, lambda: ensure_experiment(settings.mlflow_experiment_name, settings.artifact_location))
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         message = f"the tracking server MLFLOW_TRACKING_URI={shown(settings.tracking_uri)} cannot be used: {reason}"
-        raise Failure("configuration", message) from error
+        if settings.tracking_required:
+            raise Failure(
+                "configuration", f"{message}. To train without it: FINETUNE_TRACKING_REQUIRED=false"
+            ) from error
+        logger.warning("%s. Training goes on without it, and everything is logged afterwards", message)
     check_registry(job.registered_model_name, settings.registry_uri, settings.tracking_uri)
     return {}
 

@@ -15,12 +15,12 @@ from pydantic_settings import BaseSettings, CliPositionalArg, CliSettingsSource,
 
 from config.recipes import explain
 from config.sections import RegistrySection
-from config.settings import Settings, apply_environment
-from finetuning import artifacts, child
+from config.settings import Settings, apply_environment, shown
+from finetuning import artifacts, child, resume
 from finetuning.errors import Failure
 from finetuning.export import PROVENANCE
 from finetuning.packaging import CHAT_TASK, package_model
-from finetuning.registry import register_version
+from finetuning.registry import is_unity_catalog, register_version
 
 
 class Job(BaseModel):
@@ -50,13 +50,22 @@ def register(job: Job) -> Any:
         )
     provenance = artifacts.read_json(job.model_directory / PROVENANCE)
     settings = Settings()
-    with TemporaryDirectory(prefix="package-", dir=settings.storage_root / "tmp") as temporary:
+    training = settings.storage_root / "trainings" / provenance["training"]
+    # Made after the model directory when the tracking server was away until then.
+    run_id = provenance["mlflow_run_id"] or resume.read_state(training).get("mlflow_run_id")
+    if run_id is None and not is_unity_catalog(settings.registry_uri):
+        where = shown(settings.tracking_uri)
+        raise Failure("transient", f"{where} could not be reached, so that there is no MLflow run to register from")
+    with (
+        artifacts.lock(training),  # two at once: one version
+        TemporaryDirectory(prefix="package-", dir=settings.storage_root / "tmp") as temporary,
+    ):
         output = Path(temporary) / "package"
         package = package_model(job.model_directory, output, task=CHAT_TASK, metadata=metadata(provenance))
         return register_version(
             package,
             name=job.registered_model_name,
-            run_id=provenance["mlflow_run_id"],
+            run_id=run_id,
             fingerprint=manifest["fingerprint"],
             tracking_uri=settings.tracking_uri,
             registry_uri=settings.registry_uri,

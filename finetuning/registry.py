@@ -7,12 +7,12 @@ MLflow's own (sqlite, http). Each is found out by trying it; what they do not te
 import contextlib
 import os
 import re
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config.settings import shown
+from finetuning.bounded import within
 from finetuning.errors import Failure, Kind
 
 if TYPE_CHECKING:
@@ -66,14 +66,14 @@ def check_registry(name: str, registry_uri: str, tracking_uri: str | None = None
 
         # MlflowClient would open a tracking store, too: without a URI that is a database in the working directory.
         client = ModelRegistryClient(registry_uri, tracking_uri=registry_uri)
-        _within(ANSWER_SECONDS, lambda: _ensure_registered_model(client, name))
+        within(ANSWER_SECONDS, lambda: _ensure_registered_model(client, name))
 
 
 def register_version(
     package: Path,
     *,
     name: str,
-    run_id: str,
+    run_id: str | None,
     fingerprint: str,
     tracking_uri: str,
     registry_uri: str,
@@ -187,25 +187,6 @@ def _ensure_registered_model(client: Any, name: str) -> None:
         if not re.search("DOES_NOT_EXIST|NOT_FOUND", f"{error.error_code} {error}"):
             raise
         client.create_registered_model(name)
-
-
-def _within(seconds: float, call: Callable[[], None]) -> None:
-    """Run `call`, and give it up after `seconds`: not all of the databricks SDK's waiting can be configured."""
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            call()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"no answer within {seconds} seconds; check the host and the network")
-    if errors:
-        raise errors[0]
 
 
 @contextlib.contextmanager

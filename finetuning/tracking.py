@@ -3,21 +3,26 @@
 import json
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
 from config.recipes import flatten
+from config.settings import Settings, shown
+from finetuning.bounded import within
 from finetuning.errors import Failure
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 TRACKING_SECONDS = 60
 """What the tracking server may take for a call that the training does not depend on."""
 METRICS_A_REQUEST = 1000
 """MLflow's own limit."""
+TRAINING_TAG = "finetune.training"
 
 History = dict[str, set[int]]
 """Metric name -> steps that it was logged at."""
@@ -29,6 +34,8 @@ logger = logging.getLogger(__name__)
 class RunFacts(BaseModel):
     """What is written at the start of a run."""
 
+    training_id: str = ""
+    """Of the training's directory: made once, kept in `training.json`."""
     experiment_name: str
     artifact_location: str | None
     run_name: str
@@ -62,52 +69,133 @@ def ensure_experiment(name: str, artifact_location: str | None) -> str:
     return experiment.experiment_id
 
 
-def start_run(facts: RunFacts) -> str:
-    """Create the run and log what is known before training. Returns its id; the run is RUNNING and not active."""
+def open_run(facts: RunFacts) -> str:
+    """The id of this training's run, made with all that is known before training unless it is there.
+
+    Found by its tag, so that a process that was killed right after it made the run leaves no second one. The run is
+    RUNNING and not active. Raises what MLflow raises, TimeoutError after TRACKING_SECONDS.
+    """
+    return within(TRACKING_SECONDS, lambda: _open_run(facts))
+
+
+def open_or_postpone(facts: RunFacts) -> str | None:
+    """As `open_run`; None when the server cannot be used and FINETUNE_TRACKING_REQUIRED is off.
+
+    Raises Failure when it is on: a server that answered at the preflight may answer at the next try.
+    """
+    try:
+        return open_run(facts)
+    except Exception as error:
+        settings = Settings()
+        problem = f"the tracking server {shown(settings.tracking_uri)} cannot be used: {' '.join(str(error).split())}"
+        if settings.tracking_required:
+            raise Failure(
+                "transient", f"{problem[:400]}. To train without it set FINETUNE_TRACKING_REQUIRED=false"
+            ) from error
+        logger.warning("%s; training goes on, and everything is logged afterwards", problem[:400])
+        return None
+
+
+def is_deleted(run_id: str) -> bool:
+    """Whether somebody deleted the run since; False when the server does not answer."""
     from mlflow import MlflowClient
-    from mlflow.entities import Dataset, DatasetInput, InputTag, Param
+    from mlflow.exceptions import MlflowException
+
+    def call() -> bool:
+        try:
+            return MlflowClient().get_run(run_id).info.lifecycle_stage == "deleted"
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return True
+            raise
+
+    return _attempt(f"MLflow run {run_id} could not be looked up", call) or False
+
+
+def _open_run(facts: RunFacts) -> str:
+    from mlflow import MlflowClient
 
     client = MlflowClient()
     experiment_id = ensure_experiment(facts.experiment_name, facts.artifact_location)
-    run = client.create_run(experiment_id, run_name=facts.run_name, tags=facts.tags)
-    run_id = run.info.run_id
-    values = {name: str(value) for name, value in flatten(facts.config).items()}
-    client.log_batch(run_id, params=[Param(name, value) for name, value in values.items()])
-    client.log_dict(run_id, {"config": facts.config, "origins": facts.origins}, "config.json")
-    source = json.dumps({"uri": facts.dataset_path})
-    dataset = Dataset(name=facts.dataset_name, digest=facts.dataset_digest, source_type="local", source=source)
-    client.log_inputs(run_id, datasets=[DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+    found = client.search_runs([experiment_id], f"tags.`{TRAINING_TAG}` = '{facts.training_id}'", max_results=1)
+    if not found:
+        tags = {**facts.tags, TRAINING_TAG: facts.training_id}
+        found = [client.create_run(experiment_id, run_name=facts.run_name, tags=tags)]
+    run_id = found[0].info.run_id
+    if not found[0].data.params:
+        _describe(client, run_id, facts)
     return run_id
 
 
+def _describe(client: "MlflowClient", run_id: str, facts: RunFacts) -> None:
+    """Dataset and configuration; the params last, because their absence is what makes a next attempt do it again."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag, Param
+
+    source = json.dumps({"uri": facts.dataset_path})
+    dataset = Dataset(name=facts.dataset_name, digest=facts.dataset_digest, source_type="local", source=source)
+    client.log_inputs(run_id, datasets=[DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+    client.log_dict(run_id, {"config": facts.config, "origins": facts.origins}, "config.json")
+    values = {name: str(value) for name, value in flatten(facts.config).items()}
+    client.log_batch(run_id, params=[Param(name, value) for name, value in values.items()])
+
+
 @contextmanager
-def ended_honestly(run_id: str) -> Iterator[None]:
-    """End the run as FINISHED, KILLED (told to stop) or FAILED, whatever a callback makes of it in between."""
-    status = "FAILED"
+def ended_honestly(run_id: str | None) -> Iterator[None]:
+    """Mark the run KILLED (told to stop) or FAILED when the training does not end well; `settle` marks it FINISHED."""
     try:
         yield
-        status = "FINISHED"
-    except Failure as failure:
-        status = "KILLED" if failure.kind == "preempted" else "FAILED"
+    except Exception as error:
+        stopped = isinstance(error, Failure) and error.kind == "preempted"
+        _leave()
+        if run_id:
+            end(run_id, "KILLED" if stopped else "FAILED")
         raise
-    finally:
-        _end(run_id, status)
 
 
-def _end(run_id: str, status: str) -> None:
+def end(run_id: str, status: str, only_running: bool = False) -> None:
+    """Set the run's status; with `only_running`, unless it has ended in the meantime."""
+    from mlflow import MlflowClient
+
+    def call() -> None:
+        client = MlflowClient()
+        if not only_running or client.get_run(run_id).info.status == "RUNNING":
+            client.set_terminated(run_id, status)
+
+    _attempt(f"MLflow run {run_id} could not be marked {status}", call)
+
+
+def settle(facts: RunFacts, run_id: str | None, log_history: list[dict[str, Any]]) -> str | None:
+    """After the training: give the run what it lacks of the trainer's history, and mark it FINISHED.
+
+    A server that was down in between has lost nothing then, and one that was down from the start (`run_id` None) gets
+    the run now. Returns the run's id when all of that is done, None when it has to be tried again.
+    """
+    _leave()
+
+    def call() -> str:
+        from mlflow import MlflowClient
+
+        known = run_id or _open_run(facts)
+        _complete(known, log_history)
+        MlflowClient().set_terminated(known, "FINISHED")
+        return known
+
+    return _attempt(f"the MLflow run of training {facts.training_id} is not complete yet", call)
+
+
+def _leave() -> None:
+    """End the active run of this thread, which stops the system metrics; its status is set elsewhere."""
     import mlflow
 
     try:
-        mlflow.end_run(status)  # stops the system metrics; in this thread, where the run is active
+        mlflow.end_run()
     except Exception as error:
-        logger.warning("MLflow run %s could not be ended here: %s", run_id, error)
-    problem = f"MLflow run {run_id} could not be marked {status}"
-    _bounded(problem, lambda: mlflow.MlflowClient().set_terminated(run_id, status))
+        logger.warning("the active MLflow run could not be left: %s", " ".join(str(error).split())[:200])
 
 
 def read_history(run_id: str) -> History:
     """What the run has logged already; empty when the server does not answer."""
-    return _bounded(f"the metrics of MLflow run {run_id} could not be read", lambda: _read_history(run_id)) or {}
+    return _attempt(f"the metrics of MLflow run {run_id} could not be read", lambda: _read_history(run_id)) or {}
 
 
 def _read_history(run_id: str) -> History:
@@ -116,11 +204,6 @@ def _read_history(run_id: str) -> History:
     client = MlflowClient()
     names = [name for name in client.get_run(run_id).data.metrics if not name.startswith("system/")]
     return {name: {metric.step for metric in client.get_metric_history(run_id, name)} for name in names}
-
-
-def complete(run_id: str, log_history: list[dict[str, Any]]) -> None:
-    """Log the values of the trainer's history that the run lacks: a server that was down for a while loses none."""
-    _bounded(f"the metrics of MLflow run {run_id} could not be completed", lambda: _complete(run_id, log_history))
 
 
 def _complete(run_id: str, log_history: list[dict[str, Any]]) -> None:
@@ -139,19 +222,10 @@ def _complete(run_id: str, log_history: list[dict[str, Any]]) -> None:
         mlflow.MlflowClient().log_batch(run_id, metrics=missing[start : start + METRICS_A_REQUEST])
 
 
-def _bounded(problem: str, call: Callable[[], T]) -> T | None:
+def _attempt(problem: str, call: Callable[[], T]) -> T | None:
     """The result of `call`, or None after a warning: tracking trouble never ends a training, and never holds it up."""
-    outcome: dict[str, Any] = {}
-
-    def work() -> None:
-        try:
-            outcome["result"] = call()
-        except Exception as error:
-            outcome["error"] = re.sub(r"\s+", " ", str(error))[:200]
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(TRACKING_SECONDS)
-    if "result" not in outcome:
-        logger.warning("%s: %s", problem, outcome.get("error", f"no answer within {TRACKING_SECONDS} s"))
-    return outcome.get("result")
+    try:
+        return within(TRACKING_SECONDS, call)
+    except Exception as error:
+        logger.warning("%s: %s", problem, " ".join(str(error).split())[:200])
+        return None

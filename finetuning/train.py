@@ -2,7 +2,7 @@
 
 Program: `python -m finetuning.train JOB.json`, see `Job`. Layout of the training's directory:
     job.json log.txt result.json    what the launcher keeps of the child
-    training.json                   fingerprint, MLflow run id and, once all planned steps are done, the result
+    training.json                   what `finetuning.resume` says of it
     checkpoints/checkpoint-N/       the Trainer's own, each with a manifest that is written last
 A training that was cut short goes on from its newest checkpoint that is whole, in the same MLflow run; a finished
 one is not touched again.
@@ -17,21 +17,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from config.sections import Config
-from finetuning import artifacts, child, tracking
+from finetuning import artifacts, child, resume, tracking
 from finetuning.data import read_dataset
-from finetuning.errors import REMEDIES, Failure
+from finetuning.errors import REMEDIES, Failure, classify, out_of_disk
+from finetuning.limits import disk_bytes
 from finetuning.model import load_chat_model
 
 if TYPE_CHECKING:
     from trl import SFTConfig, SFTTrainer
 
-TRAINING_VERSION = 1
-"""Part of every training fingerprint: raise it when the same data, model and options give other weights."""
-
-NOT_CONTENT = {"logging_steps", "save_total_limit", "dataloader_pin_memory"}
-"""Training options that change no weight. Everything else is part of the training's fingerprint."""
-
-STATE = "training.json"
 logger = logging.getLogger(__name__)
 
 
@@ -49,83 +43,98 @@ class Job(BaseModel):
     run: tracking.RunFacts
 
 
-def training_fingerprint(config: Config, dataset: str, model: str) -> str:
-    """Identity of a training: all that determines its weights. `dataset` and `model` are fingerprints of artifacts."""
-    options = config.training.model_dump(exclude=NOT_CONTENT)
-    return artifacts.fingerprint(
-        version=TRAINING_VERSION, dataset=dataset, model=model, dtype=config.model.dtype, training=options
-    )
-
-
-def finished(directory: Path) -> dict[str, Any] | None:
-    """The result of the training in `directory`, or None when it is not finished or its checkpoint is gone."""
-    try:
-        result = artifacts.read_json(directory / STATE).get("result")
-    except OSError:
-        return None
-    whole = result and artifacts.read_manifest(directory / "checkpoints" / result["checkpoint"])
-    return result if whole else None
-
-
 def run(values: dict[str, Any]) -> dict[str, Any]:
     """Train, or go on training, and return what the training came to."""
     job = Job.model_validate(values)
     with artifacts.lock(job.output):
-        if result := finished(job.output):
+        if result := resume.finished(job.output):
             logger.info("this training is finished: its checkpoint %s is used", result["checkpoint"])
-            return result
-        checkpoint = newest_whole_checkpoint(job.output / "checkpoints")
-        run_id = _mlflow_run(job, checkpoint)
-        with tracking.ended_honestly(run_id):
-            result = {"mlflow_run_id": run_id, **_train(job, run_id, checkpoint)}
-        artifacts.write_json(job.output / STATE, {**artifacts.read_json(job.output / STATE), "result": result})
-        return result
+        else:
+            close_abandoned(job.output.parent)
+            result = _attempt(job)
+        return {**result, "mlflow_run_id": _settled(job, result)}
 
 
-def newest_whole_checkpoint(directory: Path) -> Path | None:
-    """The newest checkpoint whose files are what its manifest states; those that are not are moved aside and named."""
-    from finetuning.callbacks import checkpoints
-
-    for checkpoint in checkpoints(directory):
-        unsealed = artifacts.read_manifest(checkpoint) is None
-        damaged = ["its manifest, or a file it lists"] if unsealed else artifacts.damaged_files(checkpoint)
-        if not damaged:
-            return checkpoint
-        aside = checkpoint.with_name(f"damaged-{checkpoint.name}-{time.time_ns()}")
-        checkpoint.rename(aside)
-        logger.warning("%s is not whole (%s): moved to %s", checkpoint.name, ", ".join(damaged), aside)
-    return None
+def close_abandoned(trainings: Path) -> None:
+    """A killed process cannot mark its MLflow run: do it for those that died."""
+    for directory in resume.abandoned(trainings):
+        logger.info("training %s was killed and has not been resumed", directory.name)
+        if run_id := resume.read_state(directory)["mlflow_run_id"]:
+            tracking.end(run_id, "KILLED", only_running=True)
+        resume.update_state(directory, status="KILLED")
 
 
-def _mlflow_run(job: Job, checkpoint: Path | None) -> str:
-    """The id of the training's MLflow run: the one that the training's earlier attempt opened, or a new one."""
-    state = job.output / STATE
-    known = artifacts.read_json(state)["mlflow_run_id"] if state.is_file() else None
-    run_id = known or tracking.start_run(job.run)
-    artifacts.write_json(state, {"fingerprint": job.fingerprint, "mlflow_run_id": run_id})
+def _attempt(job: Job) -> dict[str, Any]:
+    """From the newest whole checkpoint, or from the start, to the last planned step. Raises Failure."""
+    checkpoint = resume.newest_whole_checkpoint(job.output / "checkpoints")
+    run_id = _mlflow_run(job)
     where = f"going on from {checkpoint.name}" if checkpoint else "from the start"
     logger.info("MLflow run %s %s, %s", job.run.run_name, run_id, where)
+    try:
+        with tracking.ended_honestly(run_id):
+            result = _result(job, _train(job, run_id, checkpoint))
+    except Exception as error:
+        failure = _full(job, classify(error))
+        resume.update_state(job.output, status="KILLED" if failure.kind == "preempted" else "FAILED")
+        raise failure from error
+    resume.update_state(job.output, status="FINISHED", result=result)
+    return result
+
+
+def _mlflow_run(job: Job) -> str | None:
+    """The id of the training's MLflow run, an earlier attempt's if there was one.
+
+    None when the server cannot be reached and FINETUNE_TRACKING_REQUIRED is off. Raises Failure when it is on.
+    """
+    state = resume.update_state(job.output, fingerprint=job.fingerprint, status="RUNNING", settled=False)
+    job.run.training_id, run_id = state["training_id"], state["mlflow_run_id"]
+    if not run_id or tracking.is_deleted(run_id):
+        run_id = tracking.open_or_postpone(job.run)
+        resume.update_state(job.output, mlflow_run_id=run_id)
     return run_id
 
 
-def _train(job: Job, run_id: str, checkpoint: Path | None) -> dict[str, Any]:
+def _settled(job: Job, result: dict[str, Any]) -> str | None:
+    """See that the MLflow run is complete and FINISHED, now or, if the server is away, when this is asked for again."""
+    state = resume.read_state(job.output)
+    if not state["settled"]:
+        job.run.training_id = state["training_id"]
+        if run_id := tracking.settle(job.run, state["mlflow_run_id"], result["log_history"]):
+            state = resume.update_state(job.output, mlflow_run_id=run_id, settled=True)
+    return state["mlflow_run_id"]
+
+
+def _full(job: Job, failure: Failure) -> Failure:
+    """A disk that is full: make room by what it cut short, and say which disk and how much it takes."""
+    if failure.kind != "out_of_disk":
+        return failure
+    resume.remove_unsealed(job.output / "checkpoints")
+    model = artifacts.read_manifest(job.model) or {}
+    needed = disk_bytes(job.config, model["num_parameters"]) if model else None
+    return out_of_disk(job.output, needed, failure)
+
+
+def _train(job: Job, run_id: str | None, checkpoint: Path | None) -> float:
+    """Do the steps that are missing. Returns the seconds they took."""
+    if checkpoint and resume.step_of(checkpoint) >= job.config.training.max_steps:
+        return 0.0  # killed between its last step and its result; the Trainer would do one step too many
     from finetuning import callbacks
 
-    os.environ |= {
-        "MLFLOW_RUN_ID": run_id,
-        "MLFLOW_EXPERIMENT_NAME": job.run.experiment_name,
-        "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "true",
-        "MLFLOW_MAX_LOG_PARAMS": "0",  # the run has its params already; the Trainer's would be 200 more
-    }
     stop = callbacks.Stop()  # from here on a SIGTERM is answered at the end of a step
     trainer = build_trainer(job)
-    history = tracking.read_history(run_id)
     trainer.remove_callback(callbacks.PrinterCallback)
     trainer.remove_callback(callbacks.MLflowCallback)
+    if run_id:
+        os.environ |= {
+            "MLFLOW_RUN_ID": run_id,
+            "MLFLOW_EXPERIMENT_NAME": job.run.experiment_name,
+            "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "true",
+            "MLFLOW_MAX_LOG_PARAMS": "0",  # the run has its params already; the Trainer's would be 200 more
+        }
+        trainer.add_callback(callbacks.Metrics(tracking.read_history(run_id)))
     for callback in (
         callbacks.TokenCount(trainer),
         callbacks.Watch(len(trainer.processing_class)),
-        callbacks.Metrics(history),
         stop,
         callbacks.Seal(job.config.training.save_total_limit),
         callbacks.Progress(),
@@ -139,9 +148,12 @@ def _train(job: Job, run_id: str, checkpoint: Path | None) -> dict[str, Any]:
         *(args.max_steps, rows, args.device, *sizes),
     )
     started = time.monotonic()
-    outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    tracking.complete(run_id, trainer.state.log_history)
-    return _result(job, trainer, outcome.training_loss, time.monotonic() - started)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    step, steps = trainer.state.global_step, trainer.state.max_steps
+    if step < steps:
+        message = f"training was stopped at step {step} of {steps}, where a checkpoint was saved"
+        raise Failure("preempted", f"{message}. {REMEDIES['preempted']}")
+    return time.monotonic() - started
 
 
 def build_trainer(job: Job) -> "SFTTrainer":
@@ -194,27 +206,23 @@ def sft_config(config: Config, output_dir: Path) -> "SFTConfig":
     )
 
 
-def _result(job: Job, trainer: "SFTTrainer", training_loss: float, seconds: float) -> dict[str, Any]:
-    """What the training came to. Raises Failure when it did not reach its planned steps."""
-    state = trainer.state
-    if state.global_step < state.max_steps:
-        message = f"training was stopped at step {state.global_step} of {state.max_steps}, where a checkpoint was saved"
-        raise Failure("preempted", f"{message}. {REMEDIES['preempted']}")
-    last = f"{trainer.args.output_dir}/checkpoint-{state.global_step}"
-    best = state.best_model_checkpoint
-    if job.config.training.load_best_model_at_end and best is None:
-        metric = job.config.training.metric_for_best_model
-        raise Failure("diverged", f"{metric} was never a number, so that no checkpoint is the best one.")
-    chosen = best if job.config.training.load_best_model_at_end else last
-    evaluations = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
+def _result(job: Job, seconds: float) -> dict[str, Any]:
+    """What the training came to, as its last checkpoint has it. Raises Failure when no checkpoint is the best."""
+    training, directory = job.config.training, job.output / "checkpoints"
+    last = directory / f"checkpoint-{training.max_steps}"
+    state = artifacts.read_json(last / "trainer_state.json")
+    best = state["best_model_checkpoint"]
+    if training.load_best_model_at_end and best is None:
+        message = f"{training.metric_for_best_model} was never a number, so that no checkpoint is the best one."
+        raise Failure("diverged", message)
+    evaluations = [entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry]
     return {
-        "checkpoint": Path(chosen).name,
-        "num_steps": state.global_step,
-        "num_tokens": state.num_input_tokens_seen,
-        "training_loss": training_loss,
+        "checkpoint": Path(best).name if training.load_best_model_at_end else last.name,
+        "num_steps": state["global_step"],
+        "num_tokens": state["num_input_tokens_seen"],
         "eval_loss": min(evaluations, default=None),
         "train_seconds": round(seconds, 1),
-        "log_history": state.log_history,
+        "log_history": state["log_history"],
     }
 
 

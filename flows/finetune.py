@@ -6,7 +6,14 @@ By hand: `python -m flows.finetune DEPLOYMENT --section.name value ...`; see REA
 from prefect import flow
 from prefect.states import Completed, State
 
-from config.sections import DatasetSection, EvaluationSection, ModelSection, RegistrySection, TrainingSection
+from config.sections import (
+    DatasetSection,
+    EvaluationSection,
+    ModelSection,
+    RegistrySection,
+    RunSection,
+    TrainingSection,
+)
 from tasks.checkpoint import save_checkpoint
 from tasks.configuration import resolve_configuration
 from tasks.data import load_and_split
@@ -25,9 +32,10 @@ def finetune(
     training: TrainingSection = TrainingSection(),
     registry: RegistrySection = RegistrySection(),
     evaluation: EvaluationSection = EvaluationSection(),
+    run: RunSection = RunSection(),
 ) -> State:
     """Fine-tune a chat model on conversations and register it as a new model version."""
-    given = {"model": model, "dataset": dataset, "training": training, "registry": registry, "evaluation": evaluation}
+    given = dict(model=model, dataset=dataset, training=training, registry=registry, evaluation=evaluation, run=run)
     resolved = resolve_configuration({name: section.model_dump(exclude_unset=True) for name, section in given.items()})
     config = resolved.config
 

@@ -26,6 +26,7 @@ def resolve_configuration(given: Parameters) -> Resolved:
     A retry or a requeue of the same flow run gets what the first try resolved: a deployment that changed in between
     must not turn the rest of this run into another training. Raises Failure naming key, value and remedy.
     """
+    check_run_count(Settings().max_run_count)
     root = Settings().storage_root
     check_storage(root)
     stored = root / "runs" / f"{runtime.flow_run.id}.json"
@@ -42,6 +43,17 @@ def resolve_configuration(given: Parameters) -> Resolved:
         write_json(stored, {"config": resolved.config.model_dump(), "origins": resolved.origins})
     _show(resolved)
     return resolved
+
+
+def check_run_count(limit: int) -> None:
+    """A run that crashes is started again by an automation, but not for ever. Raises Failure."""
+    if runtime.flow_run.run_count > limit:
+        raise Failure(
+            "transient",
+            f"this flow run was started {runtime.flow_run.run_count} times and never came to an end "
+            f"(FINETUNE_MAX_RUN_COUNT={limit}). Look into the worker's log for what kills it; a new run goes on from "
+            "the newest checkpoint.",
+        )
 
 
 def _recipe() -> tuple[str | None, Parameters]:

@@ -18,7 +18,7 @@ OPTIONS = {"config_name", "train_split", "test_split", "test_size", "split_seed"
 
 
 def dataset_fingerprint(section: DatasetSection, source: Input) -> str:
-    return fingerprint(version=DATA_VERSION, source=source.version, options=section.model_dump(include=OPTIONS))
+    return fingerprint(version=DATA_VERSION, source=source.identity, options=section.model_dump(include=OPTIONS))
 
 
 def _cache_key(context: Any, parameters: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ class ModelReference(Reference):
 def model_fingerprint(section: ModelSection, source: Input) -> str:
     return fingerprint(
         version=MODEL_VERSION,
-        source=source.version,
+        source=source.identity,
         path=source.path and str(source.path),
         trust_remote_code=section.trust_remote_code,
     )

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from prefect import get_run_logger, task
+from prefect import get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
 
 from config.sections import Config
@@ -22,9 +22,10 @@ class Inputs(NamedTuple):
 def preflight(config: Config) -> Inputs:
     """Refuse a run that cannot end well, in seconds; pin dataset and model. Raises Failure with the remedy."""
     check_settings(config, Settings())
+    refresh = str(runtime.flow_run.id) if config.run.refresh else None
     inputs = Inputs(
-        identify("dataset", config.dataset.name, config.dataset.revision),
-        identify("model", config.model.name, config.model.revision),
+        identify("dataset", config.dataset.name, config.dataset.revision, refresh),
+        identify("model", config.model.name, config.model.revision, refresh),
     )
     run_step("preflight", {"registered_model_name": config.registry.registered_model_name}, get_run_logger())
     for kind, source in inputs._asdict().items():

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from finetuning.artifacts import read_manifest
+from finetuning.artifacts import mark_used, read_manifest
 
 
 class Reference(BaseModel):
@@ -31,4 +31,5 @@ class Reference(BaseModel):
     def _is_complete(self) -> "Reference":
         if read_manifest(self.path) is None:
             raise ValueError(f"{self.path} is no complete artifact: its manifest or a file it lists is missing")
+        mark_used(self.path)
         return self

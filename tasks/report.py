@@ -17,7 +17,7 @@ def summary(config: Config, training: Training, published: Path, scores: Scores,
         f"{config.model.name} fine-tuned on {config.dataset.name}, {how} {version.name} version {version.version}",
         f"registry: {shown(settings.registry_uri)}",
         f"model directory: {published}",
-        f"MLflow run: {training.mlflow_run_id} at {shown(settings.tracking_uri)}",
+        f"MLflow run: {training.mlflow_run_id or 'not made yet, run this again'} at {shown(settings.tracking_uri)}",
         f"{training.num_steps} steps in {training.train_seconds:.0f} s, eval loss {training.eval_loss:.4g}",
     ]
     for name, score in scores.items():

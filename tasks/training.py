@@ -14,7 +14,7 @@ from config.sections import Config
 from config.settings import Settings
 from finetuning.launcher import Progress, run_step
 from finetuning.limits import check_fits
-from finetuning.train import training_fingerprint
+from finetuning.resume import training_fingerprint
 from tasks.common import RETRIED, artifact_key
 from tasks.model import ModelReference
 from tasks.references import Reference
@@ -32,7 +32,8 @@ class Training(BaseModel):
     fingerprint: str
     checkpoint: str
     """Name of the chosen checkpoint's folder."""
-    mlflow_run_id: str
+    mlflow_run_id: str | None
+    """None when the tracking server was away from before the training until after it."""
     eval_loss: float | None
     num_steps: int
     train_seconds: float
@@ -58,7 +59,14 @@ def train(resolved: Resolved, dataset: Reference, model: ModelReference) -> Trai
         "base": str(model.base),
         "run": _run_facts(resolved, dataset, identity, settings),
     }
-    result = run_step("train", job, get_run_logger(), directory=directory, on_progress=_progress_artifact(config))
+    result = run_step(
+        "train",
+        job,
+        get_run_logger(),
+        directory=directory,
+        on_progress=_progress_artifact(config),
+        timeout_seconds=settings.training_timeout_seconds,
+    )
     return Training(directory=directory, fingerprint=identity, **result)
 
 

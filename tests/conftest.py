@@ -5,19 +5,17 @@ looks into at the end. No test reaches a network.
 """
 
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
+from bench.servers import background, free_port, wait_for_http
+
 PROJECT = Path(__file__).resolve().parent.parent
-SERVER_START_SECONDS = 90
 
 for name in [name for name in os.environ if name.startswith(("FINETUNE_", "PREFECT_", "MLFLOW_", "DATABRICKS_"))]:
     del os.environ[name]
@@ -87,57 +85,3 @@ def run_module(module: str, *arguments: str, **environment: str) -> subprocess.C
     return subprocess.run(
         command, cwd=PROJECT, env={**os.environ, **environment}, text=True, capture_output=True, timeout=900
     )
-
-
-def prefect_cli(*arguments: str, cwd: Path = PROJECT, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "prefect", *arguments]
-    return subprocess.run(
-        command, cwd=cwd, env={**os.environ, **environment}, text=True, capture_output=True, timeout=900
-    )
-
-
-class background:
-    """A server or worker that runs as long as the `with` block, in a session of its own that ends with it."""
-
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path, cwd: Path = PROJECT):
-        self.command, self.environment, self.log, self.cwd = command, environment, log, cwd
-
-    def __enter__(self) -> subprocess.Popen[bytes]:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *self.command],
-            cwd=self.cwd,
-            env={**os.environ, **self.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=self.log.open("w"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        return self.process
-
-    def __exit__(self, *_: Any) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, number)
-                self.process.wait(timeout=15)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_for_http(url: str) -> None:
-    import httpx
-
-    end = time.monotonic() + SERVER_START_SECONDS
-    while time.monotonic() < end:
-        try:
-            if httpx.get(url, timeout=2).is_success:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.3)
-    raise TimeoutError(f"{url} did not answer within {SERVER_START_SECONDS} s")

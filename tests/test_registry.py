@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from bench.servers import background, free_port, wait_for_http
 from finetuning import registry
 from finetuning.errors import Failure
 from finetuning.packaging import CHAT_TASK, package_model
 from finetuning.registry import FINGERPRINT_TAG, RegisteredVersion, check_registry, is_unity_catalog, register_version
-from tests.conftest import background, free_port, wait_for_http
 from tests.test_packaging import METADATA, make_model_directory
 
 NAME = "main.default.lamp"

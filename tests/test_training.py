@@ -224,7 +224,7 @@ def interrupted(bench: Bench) -> Path:
 
 
 def model_free_newest(checkpoints: Path) -> Path:
-    from finetuning.train import newest_whole_checkpoint
+    from finetuning.resume import newest_whole_checkpoint
 
     found = newest_whole_checkpoint(checkpoints)
     assert found

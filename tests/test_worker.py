@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from bench.servers import background, prefect_cli
 from config.recipes import flatten
 from config.sections import Config
 from finetuning.artifacts import read_json
-from tests.conftest import PROJECT, Place, Server, background, prefect_cli
+from tests.conftest import PROJECT, Place, Server
 
 POOLS = ("h100", "cpu")
 
@@ -102,7 +103,7 @@ def test_the_form_is_complete(worker: Server) -> None:
 
     deployment = httpx.get(f"{worker.api_url}/deployments/name/finetune/smoke").json()
     schema = deployment["parameter_openapi_schema"]
-    assert list(schema["properties"]) == ["model", "dataset", "training", "registry", "evaluation"]
+    assert list(schema["properties"]) == ["model", "dataset", "training", "registry", "evaluation", "run"]
     steps = schema["definitions"]["TrainingSection"]["properties"]["max_steps"]
     assert (steps["title"], steps["minimum"], steps["description"]) == (
         "Optimizer steps",
