@@ -1,9 +1,9 @@
-"""The fault matrix: each fault is injected into a real run of the flow, and the end is compared with an undisturbed one.
+"""The fault matrix: each fault is injected into a real run of the flow, and its end compared with an undisturbed one.
 
 python -m bench.faults [--quick] [--only NAME]
 
-A real Prefect server with the automations of automations.yaml, real workers, real MLflow databases and servers, the tiny
-model of `samples/`. Each row has a storage root of its own. It passes when the flow run ends as stated, there is one
+A real Prefect server with the automations of automations.yaml, real workers, real MLflow databases and servers, the
+tiny model of `samples/`. Each row has a storage root of its own. It passes when the flow run ends as stated, there is one
 MLflow run with that status, that many versions, weights equal to the undisturbed run's, no process left, and the value
 of a secret in no file. `--quick`: one moment a fault. Exit code 1 when a row fails.
 """
@@ -398,7 +398,6 @@ def two_at_once(case: Case) -> None:
     runs = [case.trigger(), case.trigger()]
     for run in runs:
         case.wait(run, "Completed", "Failed")
-        case.expect_state = "Completed"
     case.expect()
 
 

@@ -1,8 +1,8 @@
 """One holder of a directory at a time across hosts that share a storage root, where a lock may not be passed on.
 
 A lease is a numbered file beside the directory, `.NAME.lease.N`; the highest number counts. Whoever takes over makes
-N+1 by a hard link, which fails if it exists, on NFS as well, so that of two only one succeeds. Clocks of hosts are never
-compared: a holder is dead when its file's time of change has stood still for EXPIRY_SECONDS of the waiter's own clock.
+N+1 by a hard link, which fails if it exists, on NFS as well, so that of two only one succeeds. Clocks of hosts are
+never compared: a holder is dead when its file's time of change has stood still for EXPIRY_SECONDS of the waiter's own clock.
 """
 
 import json

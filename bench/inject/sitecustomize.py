@@ -1,7 +1,7 @@
 """Imported by every Python that has this folder in PYTHONPATH: does one thing, once, when a step opens a certain file.
 
-FAULT   JSON: `step` that is to be hit (as in `python -m finetuning.STEP`), `opens` (a pattern for a path), `do` (a shell
-        command; $SELF, $FLOW and $WORKER are process ids), `after` (seconds to wait beside the work; 0: at once),
+FAULT   JSON: `step` that is to be hit (as in `python -m finetuning.STEP`), `opens` (a pattern for a path), `do` (a
+        shell command; $SELF, $FLOW and $WORKER are process ids), `after` (seconds to wait beside the work; 0: at once),
         `once` (a file that is made when it happened)
 CLOCK   seconds by which the clock goes back as soon as that file is there
 """
