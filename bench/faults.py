@@ -3,9 +3,9 @@
 python -m bench.faults [--quick] [--only NAME]
 
 A real Prefect server with the automations of automations.yaml, real workers, real MLflow databases and servers, the
-tiny model of `samples/`. Each row has a storage root of its own. It passes when the flow run ends as stated, there is one
-MLflow run with that status, that many versions, weights equal to the undisturbed run's, no process left, and the value
-of a secret in no file. `--quick`: one moment a fault. Exit code 1 when a row fails.
+tiny model of `samples/`. Each row has a storage root of its own. It passes when the flow run ends as stated, there is
+one MLflow run with that status, that many versions, weights equal to the undisturbed run's, no process left, and the
+value of a secret in no file. `--quick`: one moment a fault. Exit code 1 when a row fails.
 """
 
 import argparse

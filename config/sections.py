@@ -17,7 +17,13 @@ NamePart = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", max_len
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        validate_default=True,  # 10 as the default of a float is 10.0 when it was stored and read: another fingerprint
+    )
 
 
 class ModelSection(Section):

@@ -15,7 +15,7 @@ from config.sections import DatasetSection
 from finetuning import child
 from finetuning.artifacts import produce
 from finetuning.errors import Failure
-from finetuning.inputs import Input, input_files
+from finetuning.inputs import Input, digest, input_files
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -43,6 +43,9 @@ def prepare(section: DatasetSection, source: Input, output: Path) -> dict[str, A
     """Write both splits below `output` and return what the manifest says of them."""
     splits = dict(_read_local(source.path) if source.path else _read_hub(section, source))
     checked = {name: check_rows(source.name, rows) for name, rows in splits.items()}
+    if source.path and digest("dataset", source.path) != source.version:  # after reading, so it covers what was read
+        message = f"dataset.name={section.name!r}: its files changed since this run began. Start a new run."
+        raise Failure("data", message)
     train, test = choose_splits(section, checked)
     for name, rows in (("train", train), ("test", test)):
         if len(rows) < section.min_rows:

@@ -47,7 +47,7 @@ def identify(kind: Kind, name: str, revision: str, refresh: str | None = None) -
     """
     path = Path(name).expanduser()
     if path.exists():
-        return Input(name=name, path=path.resolve(), version=_digest(kind, path.resolve()), refresh=refresh)
+        return Input(name=name, path=path.resolve(), version=digest(kind, path.resolve()), refresh=refresh)
     if _looks_like_path(name):
         raise Failure("configuration", f"{kind}.name={name!r}: there is no such file or directory ({path.absolute()}).")
     return Input(name=name, path=None, version=_commit(kind, name, revision), refresh=refresh)
@@ -62,7 +62,7 @@ def input_files(kind: Kind, path: Path) -> list[Path]:
     return sorted(file for file in found if file.suffix in suffixes and not file.name.startswith("."))
 
 
-def _digest(kind: Kind, path: Path) -> str:
+def digest(kind: Kind, path: Path) -> str:
     files = input_files(kind, path)
     suffixes = sorted(DATA_SUFFIXES)
     if kind == "model" and not (path / "config.json").is_file():

@@ -133,10 +133,8 @@ def _forward(pipe: IO[str], log_file: Path, logger: Any, on_progress: Progress |
             with suppress(OSError):  # a full disk
                 log.write(line)
                 log.flush()
-            try:
+            with suppress(Exception):  # the Prefect server is away for a moment; the line is in the log file
                 _pass_on(line.rstrip(), logger, on_progress)
-            except Exception as error:  # the Prefect server is away for a moment
-                logger.debug("a line of the step could not be shown: %s", error)
 
 
 def _pass_on(line: str, logger: Any, on_progress: Progress | None) -> None:

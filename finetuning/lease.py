@@ -2,7 +2,8 @@
 
 A lease is a numbered file beside the directory, `.NAME.lease.N`; the highest number counts. Whoever takes over makes
 N+1 by a hard link, which fails if it exists, on NFS as well, so that of two only one succeeds. Clocks of hosts are
-never compared: a holder is dead when its file's time of change has stood still for EXPIRY_SECONDS of the waiter's own clock.
+never compared: a holder is dead when its file's time of change has stood still for EXPIRY_SECONDS of the waiter's own
+clock.
 """
 
 import json

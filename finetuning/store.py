@@ -30,7 +30,7 @@ from finetuning import resume
 from finetuning.artifacts import FINGERPRINT_LENGTH, MANIFEST, is_locked, read_json, read_manifest
 from finetuning.export import PROVENANCE
 from finetuning.launcher import LOG
-from finetuning.lease import lease
+from finetuning.lease import is_leased, lease
 
 JOB = "job.json"
 ARTIFACTS = {
@@ -242,7 +242,10 @@ def claimed(path: Path) -> Iterator[None]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if new:
             os.utime(file.fileno(), (0, 0))
-        with lease(path) if Settings().shared_storage else nullcontext():
+        shared = Settings().shared_storage
+        if shared and is_leased(path):
+            raise BlockingIOError
+        with lease(path) if shared else nullcontext():
             yield
 
 

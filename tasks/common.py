@@ -2,8 +2,10 @@
 
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
+from prefect import runtime
 from prefect.tasks import exponential_backoff
 
 from config.settings import Settings
@@ -45,6 +47,11 @@ class WithoutTraceback(logging.Filter):
 
 for name in ("prefect.flow_runs", "prefect.task_runs"):
     logging.getLogger(name).addFilter(WithoutTraceback())
+
+
+def stored_run() -> Path:
+    """What the first try of this flow run decided, for all later ones: `config`, `origins`, `inputs`."""
+    return Settings().storage_root / "runs" / f"{runtime.flow_run.id}.json"
 
 
 def artifact_key(*words: str) -> str:

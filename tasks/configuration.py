@@ -13,7 +13,7 @@ from config.settings import Settings
 from finetuning.artifacts import read_json, write_json
 from finetuning.errors import Failure
 from finetuning.preflight import check_storage
-from tasks.common import artifact_key
+from tasks.common import artifact_key, stored_run
 
 RECIPE_TAG = "recipe:"
 """Prefix of the tag that names the recipe of a run without a deployment."""
@@ -29,7 +29,7 @@ def resolve_configuration(given: Parameters) -> Resolved:
     check_run_count(Settings().max_run_count)
     root = Settings().storage_root
     check_storage(root)
-    stored = root / "runs" / f"{runtime.flow_run.id}.json"
+    stored = stored_run()
     if stored.is_file():
         values = read_json(stored)
         resolved = Resolved(Config.model_validate(values["config"]), values["origins"])

@@ -63,6 +63,10 @@ NEW_NAMES = {
 }
 
 
+AUTOMATIONS = yaml.safe_load((PROJECT / "automations.yaml").read_text())["automations"]
+TRIGGERS = [automation["trigger"] for automation in AUTOMATIONS]
+
+
 def config_of(name: str) -> Config:
     return resolve(name, DEPLOYMENTS[name].get("parameters") or {}, {}).config
 
@@ -88,6 +92,9 @@ def test_every_deployment_and_schedule_resolves(name: str) -> None:
     for schedule in deployment.get("schedules") or []:
         resolve(name, deployment.get("parameters") or {}, schedule.get("parameters") or {})
     assert deployment["work_pool"]["job_variables"]["stream_output"] is False
+    assert "finetune" in deployment["tags"], "by this tag the automations know it"
+    heartbeat = int(deployment["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
+    assert 2 * heartbeat < min(trigger["within"] for trigger in TRIGGERS if trigger["posture"] == "Proactive")
     assert deployment["description"]
 
 

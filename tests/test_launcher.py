@@ -14,6 +14,7 @@ import pytest
 
 from finetuning.artifacts import read_json
 from finetuning.errors import Failure
+from finetuning.inputs import digest
 from finetuning.launcher import run_step
 from tests.conftest import PROJECT
 from tests.test_data import ROWS, write_jsonl
@@ -22,7 +23,8 @@ LOGGER = logging.getLogger("test")
 
 
 def job(dataset: Path, output: Path) -> dict:
-    source = {"name": str(dataset), "path": str(dataset), "version": "0"}
+    version = "a pipe has none" if dataset.is_dir() else digest("dataset", dataset)
+    source = {"name": str(dataset), "path": str(dataset), "version": version}
     return {"section": {"name": str(dataset)}, "input": source, "output": str(output)}
 
 
@@ -70,6 +72,21 @@ def test_a_killed_child_is_named_by_its_signal(tmp_path: Path) -> None:
         run_step("data", blocking_job(tmp_path), LOGGER, directory=step)
     killer.join()
     assert failed.value.kind == "transient"
+
+
+def test_what_takes_too_long_is_stopped_and_named(tmp_path: Path) -> None:
+    with pytest.raises(Failure, match=r"TIMEOUT_SECONDS=6: the step 'data' took longer; .*told to stop") as stopped:
+        run_step("data", blocking_job(tmp_path), LOGGER, directory=tmp_path / "step", timeout_seconds=6)
+    assert stopped.value.kind == "configuration", "another try by itself would take as long again"
+
+
+def test_a_line_that_cannot_be_shown_holds_nothing_up(tmp_path: Path) -> None:
+    class Broken(logging.LoggerAdapter):
+        def log(self, *args: object, **kwargs: object) -> None:
+            raise ConnectionError("the server is away")
+
+    dataset = write_jsonl(tmp_path / "d.jsonl", ROWS)
+    assert run_step("data", job(dataset, tmp_path / "artifact"), Broken(LOGGER, {}))["num_train"] == 18
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -14,7 +14,7 @@ import pytest
 
 from finetuning import resume, store
 from finetuning.artifacts import is_locked, lock, mark_used, produce, read_manifest, write_json, write_manifest
-from finetuning.lease import is_leased
+from finetuning.lease import is_leased, lease
 from tests.conftest import PROJECT, run_module
 
 DATASET, MODEL, TRAINING, DIRECTORY, EVALUATION, OTHER = (letter * 16 for letter in "abcdef")
@@ -268,6 +268,8 @@ def test_the_lock_is_taken_at_once_or_not_at_all(tmp_path: Path, monkeypatch: py
         assert is_leased(dataset)
         with pytest.raises(BlockingIOError), store.claimed(dataset):
             pass
+    with lease(dataset), pytest.raises(BlockingIOError), store.claimed(dataset):
+        pass
     assert not is_locked(dataset)
     assert store.last_used(dataset) == before, "that is no use"
 

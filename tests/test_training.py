@@ -16,7 +16,7 @@ import pytest
 from config.sections import Config
 from config.settings import Settings
 from finetuning import data, model
-from finetuning.artifacts import damaged_files, read_json, read_manifest
+from finetuning.artifacts import damaged_files, read_json, read_manifest, write_json
 from finetuning.errors import Failure
 from finetuning.inputs import identify
 from finetuning.launcher import run_step
@@ -178,6 +178,17 @@ def test_a_finished_training_is_not_touched_again(bench: Bench) -> None:
     assert bench.train("straight", events.append)["num_steps"] == 8
     assert events == []
     assert {path: path.stat().st_mtime_ns for path in files} == before
+
+
+def test_killed_between_its_last_step_and_its_result(bench: Bench) -> None:
+    """The plain Trainer would do one step more."""
+    shutil.copytree(bench.folder / "straight", bench.folder / "no-result")
+    state = read_json(bench.folder / "straight" / "training.json")
+    write_json(bench.folder / "no-result" / "training.json", {**state, "result": None, "status": "RUNNING"})
+    events: list[dict] = []
+    assert bench.train("no-result", events.append)["num_steps"] == 8
+    assert events == []
+    assert bench.weights("no-result") == bench.weights("straight")
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
