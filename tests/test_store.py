@@ -259,19 +259,25 @@ def test_a_run_that_starts_at_that_moment_keeps_it(
     assert there(tmp_path) == {f"datasets/{DATASET}"}
 
 
-def test_the_lock_is_taken_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FINETUNE_SHARED_STORAGE", "true")
+@pytest.mark.parametrize("shared", ["false", "true"])
+def test_the_lock_is_taken_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str) -> None:
+    monkeypatch.setenv("FINETUNE_SHARED_STORAGE", shared)
     dataset = artifact(tmp_path, f"datasets/{DATASET}")
     make_old(dataset)
     before = store.last_used(dataset)
     with store.claimed(dataset):
-        assert is_leased(dataset)
+        assert is_leased(dataset) == (shared == "true")
         with pytest.raises(BlockingIOError), store.claimed(dataset):
             pass
-    with lease(dataset), pytest.raises(BlockingIOError), store.claimed(dataset):
-        pass
     assert not is_locked(dataset)
     assert store.last_used(dataset) == before, "that is no use"
+
+
+def test_a_lease_is_not_waited_for_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_SHARED_STORAGE", "true")
+    dataset = artifact(tmp_path, f"datasets/{DATASET}")
+    with lease(dataset), pytest.raises(BlockingIOError), store.claimed(dataset):
+        pass
 
 
 def test_leftovers_go_after_a_day(tmp_path: Path, pruned, listed) -> None:
