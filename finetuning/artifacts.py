@@ -53,11 +53,15 @@ def directory_digest(directory: Path) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Write atomically: a reader sees the old file or the whole new one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        json.dump(value, file, indent=1, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w") as file:
+            json.dump(value, file, indent=1, ensure_ascii=False)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path) -> Any:
@@ -137,7 +141,7 @@ def lock(directory: Path) -> Iterator[None]:
 def is_locked(directory: Path) -> bool:
     """Whether a process works on `directory`: one of this host, or with FINETUNE_SHARED_STORAGE of another."""
     try:
-        with open(_lock_file(directory), "r+") as file:
+        with open(_lock_file(directory)) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         pass

@@ -1,6 +1,7 @@
 """The child's side of a step: read the job, live no longer than the parent, speak in lines, leave a result file.
 
-A line on stdout is `LEVEL message`, or `PROGRESS {json}`; whatever a library prints besides is passed on as it is.
+A line on stdout is `LEVEL message`, `PROGRESS {json}`, or `RESULT {json}` when the disk has no room for the result
+file; whatever a library prints besides is passed on as it is.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ from finetuning.errors import REMEDIES, Failure, classify
 
 PARENT_PID = "FINETUNE_PARENT_PID"
 RESULT = "result.json"
-PROGRESS = "PROGRESS"
+PROGRESS, OUTCOME = "PROGRESS", "RESULT"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -41,7 +42,10 @@ def main(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         if failure is not error:
             traceback.print_exc(file=sys.stdout)
         outcome = {"status": "failed", "kind": failure.kind, "message": failure.message}
-    write_json(job_file.with_name(RESULT), outcome)
+    try:
+        write_json(job_file.with_name(RESULT), outcome)
+    except OSError:  # a full disk: what happened must not be lost with it
+        print(OUTCOME, json.dumps(outcome))
     sys.stdout.flush()
     sys.exit(0 if outcome["status"] == "done" else 1)
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from config.settings import PROJECT_ROOT, Settings
 from finetuning.artifacts import read_json, write_json
-from finetuning.child import PARENT_PID, PROGRESS, RESULT
+from finetuning.child import OUTCOME, PARENT_PID, PROGRESS, RESULT
 from finetuning.errors import Failure, classify, classify_exit, count_oom_kills
 
 LOG = "log.txt"
@@ -44,8 +44,8 @@ def run_step(
     Job, log and result files are kept in `directory`; without one they live in a temporary folder and go with it.
     Lines of the child go to `logger` at their level while it runs, progress events to `on_progress`. Must be called in
     the main thread: the child dies with the thread that started it.
-    Raises Failure: what the child reported, how it ended when it could not report, or that it took longer than
-    `timeout_seconds`, after it was stopped as a preempted one is.
+    After `timeout_seconds` the child is stopped as a preempted one is; if it had its result by then, that counts.
+    Raises Failure: what the child reported, how it ended when it could not report, or that it took too long.
     """
     if directory is None:
         settings = Settings()
@@ -58,14 +58,21 @@ def run_step(
     except OSError as error:
         raise classify(error) from error
     oom_kills = count_oom_kills()
-    ended = _run(step, directory, logger, on_progress, timeout_seconds)
-    return _outcome(step, directory, *ended, count_oom_kills() - oom_kills)
+    exit_code, tail = _run(step, directory, logger, on_progress, timeout_seconds)
+    outcome = _outcome(directory, tail)
+    if outcome and outcome["status"] == "done":
+        return outcome["result"]
+    if exit_code is None:
+        raise _timed_out(step, timeout_seconds, outcome)
+    if outcome is None:
+        raise classify_exit(step, exit_code, tail, count_oom_kills() - oom_kills)
+    raise Failure(outcome["kind"], outcome["message"])
 
 
 def _run(
     step: str, directory: Path, logger: Any, on_progress: Progress | None, timeout_seconds: float | None
-) -> tuple[int, list[str]]:
-    """Exit code and last lines. Raises Failure after a timeout."""
+) -> tuple[int | None, list[str]]:
+    """Exit code, None after a timeout, and last lines."""
     child = subprocess.Popen(
         [sys.executable, "-m", f"finetuning.{step}", str(directory / "job.json")],
         cwd=PROJECT_ROOT,
@@ -82,25 +89,22 @@ def _run(
     arguments = (child.stdout, directory / LOG, logger, on_progress, tail)
     reader = threading.Thread(target=context.run, args=(_forward, *arguments))
     reader.start()
+    exit_code = None
     try:
         # On the process and not on the pipe's end: a grandchild may hold the pipe open.
         exit_code = child.wait(timeout_seconds)
     except subprocess.TimeoutExpired:
         logger.warning("the step %r has taken %g seconds and is stopped", step, timeout_seconds)
-        _end_group(child)
-        raise _timed_out(step, directory, timeout_seconds) from None
     finally:
         _end_group(child)
         reader.join(timeout=5)
     return exit_code, tail
 
 
-def _timed_out(step: str, directory: Path, seconds: float | None) -> Failure:
+def _timed_out(step: str, seconds: float | None, outcome: dict[str, Any] | None) -> Failure:
     """Not worth another try by itself: it would take as long again."""
-    try:
-        end = read_json(directory / RESULT)["message"]
-    except (OSError, ValueError, KeyError):
-        end = "it did not end in time to say how far it came. Run it again: it goes on from the newest checkpoint."
+    unknown = "it did not end in time to say how far it came. Run it again: it goes on from the newest checkpoint."
+    end = outcome["message"] if outcome else unknown
     return Failure(
         "configuration", f"FINETUNE_TRAINING_TIMEOUT_SECONDS={seconds:g}: the step {step!r} took longer; {end}"
     )
@@ -142,6 +146,8 @@ def _pass_on(line: str, logger: Any, on_progress: Progress | None) -> None:
     if first == PROGRESS:
         if on_progress:
             on_progress(json.loads(rest))
+    elif first == OUTCOME:
+        pass
     elif first in LEVELS:
         logger.log(getattr(logging, first), rest)
     elif line.strip():
@@ -161,11 +167,9 @@ def _end_group(child: subprocess.Popen[str]) -> None:
             continue
 
 
-def _outcome(step: str, directory: Path, exit_code: int, tail: list[str], oom_kills: int) -> dict[str, Any]:
-    try:
-        outcome = read_json(directory / RESULT)
-    except OSError:
-        raise classify_exit(step, exit_code, tail, oom_kills) from None
-    if outcome["status"] == "done":
-        return outcome["result"]
-    raise Failure(outcome["kind"], outcome["message"])
+def _outcome(directory: Path, tail: list[str]) -> dict[str, Any] | None:
+    """What the child reported: in its result file, or, where the disk had no room for it, as a line."""
+    with suppress(OSError):
+        return read_json(directory / RESULT)
+    spoken = [line.removeprefix(OUTCOME) for line in tail if line.startswith(f"{OUTCOME} {{")]
+    return json.loads(spoken[-1]) if spoken else None

@@ -2,8 +2,8 @@
 
 A lease is a numbered file beside the directory, `.NAME.lease.N`; the highest number counts. Whoever takes over makes
 N+1 by a hard link, which fails if it exists, on NFS as well, so that of two only one succeeds. Clocks of hosts are
-never compared: a holder is dead when its file's time of change has stood still for EXPIRY_SECONDS of the waiter's own
-clock.
+not compared, but for a whole day: a holder is dead when its file's time of change has stood still for EXPIRY_SECONDS of
+the waiter's own clock.
 """
 
 import json
@@ -21,8 +21,10 @@ from typing import Any
 
 RENEW_SECONDS = 10.0
 EXPIRY_SECONDS = 60.0
+DEAD_SECONDS = 24 * 3600
+"""So long unrenewed, a lease is a dead holder's whatever the clocks of two hosts say."""
 RELEASED_NS = 0
-"""Time of change of a released lease: the next one takes over at once."""
+"""Time of change of a released lease, which no live one has: the next one takes over at once."""
 logger = logging.getLogger(__name__)
 
 
@@ -56,7 +58,7 @@ def lease(
 
 
 def is_leased(directory: Path) -> bool:
-    """Whether somebody holds the lease, or died with it: only waiting tells these apart."""
+    """Whether somebody holds the lease, or died with it in the last DEAD_SECONDS: only waiting tells these apart."""
     with suppress(IndexError, FileNotFoundError):
         return not _is_free(_leases(directory)[-1])
     return False
@@ -129,8 +131,9 @@ def _renew(
 
 
 def _is_free(lease_file: Path) -> bool:
-    """Released, or of a process of this host and boot that is gone."""
-    if _changed(lease_file) in (None, RELEASED_NS):
+    """Released, of a process of this host and boot that is gone, or not renewed for a day."""
+    changed = _changed(lease_file)
+    if changed is None or time.time() - changed / 1e9 > DEAD_SECONDS:
         return True
     holder = _holder(lease_file)
     return _own_identity().items() <= holder.items() and not Path(f"/proc/{holder.get('pid')}").exists()

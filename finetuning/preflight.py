@@ -6,6 +6,7 @@
 import logging
 import os
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pydantic import BaseModel
 from config.sections import Config
 from config.settings import Settings, shown
 from finetuning import child
+from finetuning.artifacts import lock
 from finetuning.bounded import within
 from finetuning.errors import Failure
 from finetuning.registry import check_registry, is_unity_catalog
@@ -64,6 +66,20 @@ def check_storage(root: Path) -> None:
 def run(values: dict[str, Any]) -> dict[str, Any]:
     """Reach both servers: the experiment and the registered model exist afterwards. Raises Failure."""
     job, settings = Job.model_validate(values), Settings()
+    with ExitStack() as first_runs:
+        for database in {_database(settings.tracking_uri), _database(settings.registry_uri)} - {None}:
+            first_runs.enter_context(lock(database))
+        _ask(job, settings)
+    return {}
+
+
+def _database(uri: str) -> Path | None:
+    """The file of a sqlite URI. MLflow makes the tables of a new one without a lock: of two first runs one would
+    find them half made."""
+    return Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
+
+
+def _ask(job: Job, settings: Settings) -> None:
     try:
         within(ANSWER_SECONDS, lambda: ensure_experiment(settings.mlflow_experiment_name, settings.artifact_location))
     except Exception as error:
@@ -75,7 +91,6 @@ def run(values: dict[str, Any]) -> dict[str, Any]:
             ) from error
         logger.warning("%s. Training goes on without it, and everything is logged afterwards", message)
     check_registry(job.registered_model_name, settings.registry_uri, settings.tracking_uri)
-    return {}
 
 
 if __name__ == "__main__":

@@ -95,7 +95,10 @@ class Store:
             return "never pruned"
         if any(map(is_locked, self.users(item))):
             return IN_USE
-        return "its model directory is not made yet" if item.complete and item in self.waiting else ""
+        if item.complete and item in self.waiting:
+            return "its model directory is not made yet"
+        unsettled = item.kind == "trainings" and item.complete and resume.read_state(item.path).get("settled") is False
+        return "its MLflow run is not complete yet: run it again" if unsettled else ""
 
     def kept_because(self, item: Item, older_than_days: int) -> str:
         """Empty when it may go. A training uses what it needs, so that an unfinished one counts while it is recent."""

@@ -11,6 +11,7 @@ one is not touched again.
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,8 @@ def _attempt(job: Job) -> dict[str, Any]:
             result = _result(job, _train(job, run_id, checkpoint))
     except Exception as error:
         failure = _full(job, classify(error))
-        resume.update_state(job.output, status="KILLED" if failure.kind == "preempted" else "FAILED")
+        with suppress(OSError):  # no room for it: the next training to start finds this one abandoned
+            resume.update_state(job.output, status="KILLED" if failure.kind == "preempted" else "FAILED")
         raise failure from error
     resume.update_state(job.output, status="FINISHED", result=result)
     return result

@@ -29,7 +29,7 @@ class Reference(BaseModel):
 
     @model_validator(mode="after")
     def _is_complete(self) -> "Reference":
+        mark_used(self.path)  # before the look: pruning that comes in between sees the use
         if read_manifest(self.path) is None:
             raise ValueError(f"{self.path} is no complete artifact: its manifest or a file it lists is missing")
-        mark_used(self.path)
         return self

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from config.recipes import Resolved
 from config.sections import Config
 from config.settings import Settings
+from finetuning.artifacts import mark_used
 from finetuning.launcher import Progress, run_step
 from finetuning.limits import check_fits
 from finetuning.resume import training_fingerprint
@@ -50,6 +51,7 @@ def train(resolved: Resolved, dataset: Reference, model: ModelReference) -> Trai
     identity = training_fingerprint(config, dataset.fingerprint, model.fingerprint)
     directory = settings.storage_root / "trainings" / identity
     check_fits(config, model.facts, directory)
+    mark_used(directory)
     job = {
         "config": config.model_dump(),
         "fingerprint": identity,

@@ -28,7 +28,8 @@ class Run:
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One run in a place of its own, with the temporary Prefect server of a newcomer."""
     place = make_place(tmp_path_factory.mktemp("smoke"))
-    result = run_module("flows.finetune", "smoke", **place.environment, **clean_environment(place))
+    often = {"MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "0.1"}  # it takes seconds; MLflow's own is ten of them
+    result = run_module("flows.finetune", "smoke", **place.environment, **clean_environment(place), **often)
     assert result.returncode == 0, result.stdout + result.stderr
     return Run(place, result.stdout + result.stderr)
 

@@ -80,6 +80,38 @@ def test_what_takes_too_long_is_stopped_and_named(tmp_path: Path) -> None:
     assert stopped.value.kind == "configuration", "another try by itself would take as long again"
 
 
+def test_a_result_that_was_there_in_time_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process can hang on its way out, in a driver or in a thread."""
+    (tmp_path / "sitecustomize.py").write_text("import atexit, time\natexit.register(time.sleep, 300)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    dataset = write_jsonl(tmp_path / "d.jsonl", ROWS)
+    directory = tmp_path / "step"
+    result = run_step("data", job(dataset, tmp_path / "artifact"), LOGGER, directory=directory, timeout_seconds=6)
+    assert result["num_train"] == 18
+
+
+def test_a_result_that_cannot_be_written_comes_back_as_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = tmp_path / "step"
+    values = blocking_job(tmp_path)
+
+    def lose_the_directory() -> None:
+        wait_for_child(step)
+        (step / "job.json").unlink()
+        (step / "log.txt").unlink()
+        step.rmdir()
+        (tmp_path / "data" / "train.jsonl").write_text("no JSON\n")
+
+    thread = threading.Thread(target=lose_the_directory)
+    thread.start()
+    with pytest.raises(Failure, match=r"train.jsonl") as failed:
+        run_step("data", values, LOGGER, directory=step)
+    thread.join()
+    assert failed.value.kind == "data"
+    assert not [message for message in caplog.messages if message.startswith("RESULT")]
+
+
 def test_a_line_that_cannot_be_shown_holds_nothing_up(tmp_path: Path) -> None:
     class Broken(logging.LoggerAdapter):
         def log(self, *args: object, **kwargs: object) -> None:

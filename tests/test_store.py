@@ -241,6 +241,24 @@ def test_a_lease_of_another_host_counts(tmp_path: Path, pruned, listed, monkeypa
     assert not [name for name in listed() if name.startswith("unknown")]
 
 
+def test_a_lease_of_a_host_that_died_long_ago_does_not(
+    tmp_path: Path, pruned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FINETUNE_SHARED_STORAGE", "true")
+    dataset = artifact(tmp_path, f"datasets/{DATASET}")
+    lease_file = tmp_path / f"datasets/.{DATASET}.lease.7"
+    lease_file.write_text('{"host": "another", "pid": 1}')
+    make_old(dataset, lease_file)
+    assert pruned()[f"datasets/{DATASET}"] == "removed"
+
+
+def test_a_training_whose_metrics_are_nowhere_else_stays(tmp_path: Path, pruned) -> None:
+    run(tmp_path)
+    resume.update_state(tmp_path / "trainings" / TRAINING, settled=False)
+    make_old(tmp_path)
+    assert pruned()[f"trainings/{TRAINING}"] == "kept: its MLflow run is not complete yet: run it again"
+
+
 @pytest.mark.parametrize("moment", ["before the lock", "before the move"])
 def test_a_run_that_starts_at_that_moment_keeps_it(
     tmp_path: Path, pruned, monkeypatch: pytest.MonkeyPatch, moment: str
