@@ -90,9 +90,7 @@ def test_a_result_that_was_there_in_time_counts(tmp_path: Path, monkeypatch: pyt
     assert result["num_train"] == 18
 
 
-def test_a_result_that_cannot_be_written_comes_back_as_well(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_result_that_cannot_be_written_comes_back_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     step = tmp_path / "step"
     values = blocking_job(tmp_path)
 

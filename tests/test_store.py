@@ -241,9 +241,7 @@ def test_a_lease_of_another_host_counts(tmp_path: Path, pruned, listed, monkeypa
     assert not [name for name in listed() if name.startswith("unknown")]
 
 
-def test_a_lease_of_a_host_that_died_long_ago_does_not(
-    tmp_path: Path, pruned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_of_a_host_that_died_long_ago_does_not(tmp_path: Path, pruned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_SHARED_STORAGE", "true")
     dataset = artifact(tmp_path, f"datasets/{DATASET}")
     lease_file = tmp_path / f"datasets/.{DATASET}.lease.7"
