@@ -148,7 +148,7 @@ class Case:
         return self.arena.call(f"deployments/name/finetune/{name}")
 
     def wait(self, run: str, *states: str) -> str:
-        """The message of the run's state, as soon as that is one of `states`; Completed or Failed when none is given."""
+        """The message of the run's state, as soon as that is one of `states` (default: Completed, Failed)."""
         states = states or ("Completed", "Failed")
         end = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < end:
