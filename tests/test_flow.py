@@ -164,6 +164,23 @@ def test_registering_by_hand_finds_the_version_or_makes_another_model(smoke: Run
     assert other.stdout.strip().endswith("main.default.by_hand version 1 (new)"), other.stderr
 
 
+def test_a_registration_that_dies_is_tried_again_and_nothing_else_is(smoke: Run) -> None:
+    before = snapshot(smoke.root)
+    once = smoke.root.with_name("registration-died")
+    fault = {"step": "register", "opens": "/MLmodel$", "do": "kill -9 $SELF", "after": 0, "once": str(once)}
+    inject = {"FAULT": json.dumps(fault), "PYTHONPATH": str(PROJECT / "bench" / "inject")}
+    environment = {**smoke.place.environment, **clean_environment(smoke.place), **inject}
+    result = run_module("flows.finetune", "smoke", "--registry.model_name", "tried_again", **environment)
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    assert once.exists()
+    assert "the step 'register' was ended by signal SIGKILL" in output
+    assert "registered as main.default.tried_again version 1" in output
+    assert output.count("this training is finished") == 1
+    assert len(mlflow_client(smoke).search_model_versions("name = 'main.default.tried_again'")) == 1
+    assert {path: when for path, when in snapshot(smoke.root).items() if "/tried_again/" not in path} == before
+
+
 def snapshot(root: Path) -> dict[str, int]:
     """Path -> time of change of everything that must not be made again."""
     folders = ("datasets", "models", "model-directories", "evaluations", "volumes", "trainings/*/checkpoints")

@@ -4,11 +4,13 @@ Each test runs the real program `finetuning.train` in its child process, without
 """
 
 import logging
+import math
 import os
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -271,3 +273,36 @@ def test_weights_that_are_no_numbers_are_never_a_checkpoint(tmp_path: Path) -> N
     with pytest.raises(Failure, match="holds values that are not finite at step 2"):
         bench.train("nan-unlogged", logging_steps=50, eval_steps=100, load_best_model_at_end=False)
     assert not list((tmp_path / "again" / "nan-unlogged" / "checkpoints").glob("*/manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("logs", "said"),
+    [
+        ({"loss": math.nan}, "loss became nan at step 7; the last finite loss was 1.83"),
+        ({"grad_norm": math.inf}, "grad_norm became inf at step 7"),
+        ({"eval_loss": math.nan}, "eval_loss became nan at step 7"),
+        ({"loss": math.log(512), "grad_norm": 0.0}, r"loss stands at ln\(vocabulary\)=6.24 with zero gradients"),
+    ],
+)
+def test_what_cannot_come_to_anything_ends(logs: dict[str, float], said: str) -> None:
+    from finetuning.callbacks import Watch
+
+    state = SimpleNamespace(global_step=7, log_history=[{"loss": 1.83}])
+    watch = Watch(vocabulary_size=512)
+    watch.on_log(None, state, None, {"loss": math.log(512), "grad_norm": 0.1})
+    watch.on_log(None, state, None, {"loss": 0.0, "grad_norm": 0.0})
+    with pytest.raises(Failure, match=said) as ended:
+        watch.on_log(None, state, None, logs)
+    assert ended.value.kind == "diverged"
+
+
+def test_a_training_without_a_best_checkpoint_has_no_result(tmp_path: Path) -> None:
+    """The plain stack keeps its last checkpoint then, and says nothing."""
+    from finetuning.train import _result
+
+    last = tmp_path / "checkpoints" / "checkpoint-8"
+    last.mkdir(parents=True)
+    write_json(last / "trainer_state.json", {"best_model_checkpoint": None, "log_history": [], "global_step": 8})
+    job = SimpleNamespace(config=Config.model_validate({"training": TRAINING}), output=tmp_path)
+    with pytest.raises(Failure, match="eval_loss was never a number, so that no checkpoint is the best one"):
+        _result(job, 1.0)
