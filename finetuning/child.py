@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from finetuning.artifacts import read_json, write_json
-from finetuning.errors import REMEDIES, Failure, classify
+from finetuning.classify import classify
+from finetuning.errors import REMEDIES, Failure
 
 PARENT_PID = "FINETUNE_PARENT_PID"
 RESULT = "result.json"

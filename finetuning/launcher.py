@@ -21,7 +21,8 @@ from typing import IO, Any
 from config.settings import PROJECT_ROOT, Settings
 from finetuning.artifacts import read_json, write_json
 from finetuning.child import OUTCOME, PARENT_PID, PROGRESS, RESULT
-from finetuning.errors import Failure, classify, classify_exit, count_oom_kills
+from finetuning.classify import classify, classify_exit, count_oom_kills
+from finetuning.errors import Failure
 
 LOG = "log.txt"
 TAIL_LINES = 20

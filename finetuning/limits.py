@@ -1,6 +1,7 @@
 """What a training needs of its model and of the disk, from counts alone."""
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def check_fits(config: Config, model: dict[str, Any], directory: Path) -> None:
             f"(max_position_embeddings). Set it to {context} or less.",
         )
     needed, free = disk_bytes(config, model["num_parameters"]), free_bytes(directory)
-    if needed > free:
+    if free is not None and needed > free:
         raise Failure(
             "out_of_disk",
             f"FINETUNE_STORAGE_ROOT: {directory} needs {needed / 2**30:.1f} GiB for "
@@ -38,8 +39,10 @@ def disk_bytes(config: Config, num_parameters: int) -> int:
     return (config.training.save_total_limit + 1) * checkpoint + 2 * num_parameters * BYTES["bfloat16"]
 
 
-def free_bytes(path: Path) -> int:
-    """Free bytes of the file system that `path` will be on."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
+def free_bytes(path: Path) -> int | None:
+    """Free bytes of the file system that `path` will be on; None when it cannot be asked."""
+    with suppress(OSError):
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        return shutil.disk_usage(path).free
+    return None

@@ -19,8 +19,9 @@ from pydantic import BaseModel
 
 from config.sections import Config
 from finetuning import artifacts, child, resume, tracking
+from finetuning.classify import classify, out_of_disk
 from finetuning.data import read_dataset
-from finetuning.errors import REMEDIES, Failure, classify, out_of_disk
+from finetuning.errors import REMEDIES, Failure
 from finetuning.limits import disk_bytes
 from finetuning.model import load_chat_model
 

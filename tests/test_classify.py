@@ -28,8 +28,9 @@ from mlflow.protos.databricks_pb2 import ErrorCode
 from safetensors import SafetensorError
 from torch.distributed import DistBackendError, DistNetworkError
 
-from finetuning import errors
-from finetuning.errors import REMEDIES, Failure, Kind, classify, classify_exit, count_oom_kills, out_of_disk
+from finetuning import classify as classification
+from finetuning.classify import classify, classify_exit, count_oom_kills, out_of_disk
+from finetuning.errors import REMEDIES, Failure, Kind
 
 LONGEST = 700
 
@@ -331,7 +332,7 @@ def test_a_failure_stays_what_it_is() -> None:
 
 
 def test_host_memory_has_another_remedy_than_the_gpus() -> None:
-    assert errors.HOST_MEMORY in classify(MemoryError()).message
+    assert classification.HOST_MEMORY in classify(MemoryError()).message
     assert REMEDIES["out_of_memory"] in classify(torch.OutOfMemoryError("CUDA out of memory.")).message
 
 
@@ -443,13 +444,13 @@ def test_an_end_without_a_result_has_its_kind_in_one_line(name: str) -> None:
     with pytest.raises(Failure, match=words):
         raise failure
     assert "\n" not in failure.message
-    assert len(failure.message) <= errors.MESSAGE_LENGTH
+    assert len(failure.message) <= classification.MESSAGE_LENGTH
 
 
 @pytest.mark.parametrize("exit_code", [-signal.SIGKILL, -signal.SIGBUS, 1])
 def test_the_message_stays_short_whatever_was_written(exit_code: int) -> None:
     for line in ("word " * 1000, "CUDA out of memory " * 100):
-        assert len(classify_exit("register", exit_code, [line], 1).message) <= errors.MESSAGE_LENGTH
+        assert len(classify_exit("register", exit_code, [line], 1).message) <= classification.MESSAGE_LENGTH
     assert classify_exit("data", exit_code, [], 0).message.endswith("Its last words: none.")
 
 
@@ -486,8 +487,8 @@ COUNTERS = {
 @pytest.mark.parametrize("name", COUNTERS)
 def test_the_counter_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files, count = COUNTERS[name]
-    monkeypatch.setattr(errors, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(errors, "CGROUP", tmp_path / "fs")
+    monkeypatch.setattr(classification, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(classification, "CGROUP", tmp_path / "fs")
     for file, text in files.items():
         path = tmp_path / {"cgroup": "proc/self/cgroup", "vmstat": "proc/vmstat"}.get(file, file)
         path.parent.mkdir(parents=True, exist_ok=True)
