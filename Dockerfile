@@ -20,7 +20,7 @@ WORKDIR /app
 
 # Dependencies first: this layer changes only with these files.
 COPY pyproject.toml constraints.txt README.md LICENSE ./
-RUN pip install -c constraints.txt .
+RUN pip install -c constraints.txt '.[s3,delta]'
 
 COPY prefect.yaml ./
 COPY config/ config/

@@ -38,6 +38,13 @@ class ModelSection(Section):
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", title="Weight dtype")
     """Dtype the weights are held in while training."""
 
+    chat_style: Literal["auto", "no_think", "keep"] = Field("auto", title="Chat style")
+    """Template to train, save and serve with. `keep`: the tokenizer's own. `no_think`: Qwen3's without think blocks,
+    for data without reasoning. `auto`: `no_think` for the hybrid Qwen3 models, otherwise `keep`."""
+
+    chat_template_file: str | None = Field(None, title="Chat template file")
+    """Path of a Jinja template to use instead, with `{% generation %}` around what the assistant says."""
+
     trust_remote_code: bool = Field(False, title="Trust remote code")
     """Run Python code that comes with the model. Off unless the model needs it and you have read that code."""
 
@@ -46,13 +53,19 @@ class DatasetSection(Section):
     """The conversations to train on."""
 
     name: str = Field("trl-lib/Capybara", min_length=1, title="Dataset")
-    """Hub id, or path of a file (.jsonl, .json, .parquet, .csv) or of a directory of such files."""
+    """Hub id, or path of a file (.jsonl, .json, .parquet, .csv, .arrow; .gz and .zst as well), of a directory of such
+    files, or a pattern such as `data/*.jsonl`."""
 
     config_name: str | None = Field(None, title="Dataset configuration")
     """Configuration (subset) of a hub dataset, where it has several."""
 
     revision: str = Field("main", min_length=1, title="Revision")
     """Branch, tag or commit on the hub; resolved to a commit once a run. Ignored for a path."""
+
+    shape: Literal["auto", "messages", "sharegpt", "prompt_completion", "alpaca", "input_output", "text"] = Field(
+        "auto", title="Shape of a row"
+    )
+    """What a row looks like. `auto` tells by its columns; `text`, which uses no chat template, only when asked for."""
 
     train_split: str = Field("train", min_length=1, title="Training split")
     """Split to train on."""
@@ -66,8 +79,35 @@ class DatasetSection(Section):
     split_seed: int = Field(42, ge=0, title="Split seed")
     """Seed of the shuffle that decides which rows are set aside."""
 
+    group_by: str | None = Field(None, title="Group by")
+    """Column whose equal values stay on one side when a part is set aside (turns of one customer, say)."""
+
     min_rows: int = Field(2, ge=1, title="Fewest rows")
     """Fewest rows that the training and the test split must each have."""
+
+    deduplicate: bool = Field(True, title="Remove duplicates")
+    """Keep one of rows that are equal, and remove from the training split what the test split has."""
+
+    on_bad_rows: Literal["drop", "fail"] = Field("drop", title="Bad rows")
+    """What becomes of rows that cannot be trained on. All are counted and named either way."""
+
+    max_bad_fraction: float = Field(0.02, ge=0, le=1, title="Bad rows at most")
+    """Share of rows that may be dropped before it is refused; five are always tolerated."""
+
+    on_unreadable: Literal["fail", "drop"] = Field("fail", title="Unreadable lines")
+    """What becomes of lines that are no JSON object or not UTF-8."""
+
+    on_late_system: Literal["keep", "drop"] = Field("keep", title="System message later on")
+    """What becomes of a row with a system message that is not the first."""
+
+    on_repeated_role: Literal["merge", "drop"] = Field("merge", title="Same role twice")
+    """Two turns of the user in a row, or of the assistant: joined by a blank line, or the row dropped."""
+
+    on_assistant_first: Literal["drop", "keep"] = Field("drop", title="Assistant speaks first")
+    """What becomes of a row in which the assistant speaks before the user."""
+
+    on_long_rows: Literal["truncate", "drop", "split_turns", "fail"] = Field("truncate", title="Long rows")
+    """What becomes of rows longer than training.max_length: cut, dropped, or split between turns."""
 
 
 class TrainingSection(Section):
@@ -120,7 +160,7 @@ class TrainingSection(Section):
     packing: bool = Field(False, title="Packing")
     """Put several conversations into one sequence of the full length."""
 
-    assistant_only_loss: bool = Field(False, title="Assistant-only loss")
+    assistant_only_loss: bool = Field(True, title="Assistant-only loss")
     """Train on the assistant's turns only."""
 
     eval_steps: int = Field(25, ge=1, title="Evaluate every")

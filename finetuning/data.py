@@ -1,37 +1,40 @@
-"""Load a dataset, check it, split it: the artifact is `train.jsonl` and `test.jsonl`, one conversation a line.
+"""Load a dataset, check every row, split it: the artifact is `train.jsonl`, `test.jsonl` and `report.json`.
 
-A conversation is `{"messages": [{"role", "content", ...}], "tools": [...]}`; all other columns are left behind.
-Program: `python -m finetuning.data JOB.json` with `section`, `input` and `output`.
+A line is `{"messages": [{"role", "content", ...}], "tools": [...], "where": "FILE line N"}`, or `{"text", "where"}`
+when that was asked for; all other columns are left behind. Rows pass through one at a time: what is kept in memory is
+24 bytes a row. Programs: `python -m finetuning.data JOB.json` with `section`, `input` and `output`, and
+`python -m finetuning.data check PATH_OR_NAME`, see `finetuning.check`.
 """
 
 import json
 import logging
-import re
+import sys
+from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from config.sections import DatasetSection
 from finetuning import child
-from finetuning.artifacts import produce
+from finetuning.artifacts import produce, write_json
 from finetuning.errors import Failure
-from finetuning.inputs import Input, digest, input_files
+from finetuning.inputs import Input, is_unchanged
+from finetuning.lengths import refuse_too_many
+from finetuning.shapes import BadRow, normalise, shape_of
+from finetuning.sources import Row, Unreadable, read_splits
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-DATA_VERSION = 1
+DATA_VERSION = 2
 """Part of every dataset fingerprint: raise it when the same input and options give other rows."""
 
-ROLES = {"system", "user", "assistant", "tool"}
 EVALUATION_SPLITS = ("test", "validation", "eval")
+REPORT = "report.json"
 logger = logging.getLogger(__name__)
-
-
-class Row(NamedTuple):
-    where: str
-    """File and line, or split and index: what an error names."""
-    values: dict[str, Any]
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -40,14 +43,20 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare(section: DatasetSection, source: Input, output: Path) -> dict[str, Any]:
-    """Write both splits below `output` and return what the manifest says of them."""
-    splits = dict(_read_local(source.path) if source.path else _read_hub(section, source))
-    checked = {name: check_rows(source.name, rows) for name, rows in splits.items()}
-    if source.path and digest("dataset", source.path) != source.version:  # after reading, so it covers what was read
+    """Write both splits and the report below `output` and return what the manifest says of them. Raises Failure."""
+    root = f"{source.path.parent}/" if source.path else ""
+    train, test = choose_splits(section, read_splits(section, source), output, root)
+    if not is_unchanged(source):  # after reading, so it covers what was read
         message = f"dataset.name={section.name!r}: its files changed since this run began. Start a new run."
         raise Failure("data", message)
-    train, test = choose_splits(section, checked)
-    for name, rows in (("train", train), ("test", test)):
+    overlap = remove_overlap(train, test) if test and section.deduplicate else 0
+    chosen = (train.rows, test.rows) if test else set_aside(train, section)
+    report = {
+        "splits": {rows.name: rows.report() for rows in (train, test) if rows},
+        "removed_from_train_because_in_test": overlap,
+        "set_aside": not test,
+    }
+    for name, origin, rows in zip(("train", "test"), (train, test or train), chosen, strict=True):
         if len(rows) < section.min_rows:
             raise Failure(
                 "data",
@@ -55,132 +64,171 @@ def prepare(section: DatasetSection, source: Input, output: Path) -> dict[str, A
                 "(dataset.min_rows). Give more rows, name the splits, or change dataset.test_size "
                 f"(now {section.test_size}).",
             )
-        with (output / f"{name}.jsonl").open("w") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    logger.info("%s: %d conversations to train on, %d to evaluate on", source.name, len(train), len(test))
-    return {"source": source.name, "version": source.version, "num_train": len(train), "num_test": len(test)}
+        origin.write(rows, output / f"{name}.jsonl")
+        report[f"num_{name}"] = len(rows)
+    for rows in filter(None, (train, test)):
+        rows.file.unlink()
+        for line in rows.lines():
+            logger.info("%s", line)
+    if overlap:
+        logger.info("%d conversations of the train split are in the test split as well: removed from train", overlap)
+    write_json(output / REPORT, report)
+    counts = {f"num_{name}": report[f"num_{name}"] for name in ("train", "test")}
+    logger.info("%s: %d conversations to train on, %d to evaluate on", source.name, *counts.values())
+    return {"source": source.name, "version": source.version, **counts}
 
 
-def choose_splits(section: DatasetSection, splits: dict[str, list]) -> tuple[list, list]:
-    """The rows to train on and to evaluate on: the named split, `test`, `validation`, `eval`, or a part set aside."""
-    wanted = [section.train_split, *([section.test_split] if section.test_split else [])]
-    for name in wanted:
-        if name not in splits:
-            key = "train_split" if name == section.train_split else "test_split"
-            raise Failure("configuration", f"dataset.{key}={name!r}: the dataset has {', '.join(splits)}.")
-    train = splits[section.train_split]
-    test_split = section.test_split or next((name for name in EVALUATION_SPLITS if splits.get(name)), None)
-    return (train, splits[test_split]) if test_split else set_aside(train, section)
+class Rows:
+    """The good rows of a split, in a file, and the counts of all of them."""
+
+    def __init__(self, name: str, section: DatasetSection, file: Path, root: str = ""):
+        """`root` is left out where a row says where it comes from: the artifact is the same on any machine."""
+        self.name, self.section, self.file, self.root = name, section, file, root
+        self.offsets, self.digests, self.groups = array("Q"), array("Q"), array("Q")
+        self.num_read = 0
+        self.rows: Any = ()
+        """Indices of the rows that are kept."""
+        self.shapes, self.notes, self.dropped = Counter[str](), Counter[str](), Counter[str]()
+        self.first_bad: dict[str, str] = {}
+
+    def gather(self, items: Iterable[Row | Unreadable]) -> "Rows":
+        """Read, check and keep. Raises Failure when too many are bad."""
+        with self.file.open("wb") as file:
+            for item in items:
+                self.num_read += 1
+                if isinstance(item, Unreadable):
+                    self._unreadable(item)
+                    continue
+                try:
+                    row = normalise(item.values, self.section, self.notes)
+                    self._keep(row, item, file)
+                except BadRow as bad:
+                    self._drop(bad.reason, item.where, bad.text)
+        if self.num_read:
+            refuse_too_many(
+                f"{self.name} split", sum(self.dropped.values()), self.num_read, self.section, self.first_bad
+            )
+        self.rows = self._first_of_equal() if self.section.deduplicate else range(len(self.offsets))
+        self.dropped["duplicate"] = len(self.offsets) - len(self.rows)
+        return self
+
+    def _keep(self, row: dict[str, Any], item: Row, file: Any) -> None:
+        group_by = self.section.group_by
+        if group_by and group_by not in item.values:
+            raise BadRow("no_group", f"there is no column {group_by!r} (dataset.group_by)")
+        if group_by:
+            self.groups.append(xxhash.xxh3_64_intdigest(str(item.values[group_by]).encode()))
+        content = json.dumps(row, ensure_ascii=False, sort_keys=True).encode()
+        self.digests.append(xxhash.xxh3_64_intdigest(content))
+        self.offsets.append(file.tell())
+        file.write(
+            json.dumps({**row, "where": item.where.removeprefix(self.root)}, ensure_ascii=False).encode() + b"\n"
+        )
+        self.shapes[self.section.shape if self.section.shape != "auto" else shape_of(item.values) or ""] += 1
+
+    def _drop(self, reason: str, where: str, text: str) -> None:
+        self.dropped[reason] += 1
+        self.first_bad.setdefault(reason, f"{where}: {text}")
+
+    def _unreadable(self, item: Unreadable) -> None:
+        if self.section.on_unreadable == "fail":
+            raise Failure(
+                "data",
+                f"{item.where}: {item.text}. Correct or remove it, or set dataset.on_unreadable to 'drop'.",
+            )
+        self._drop(item.reason, item.where, item.text)
+
+    def _first_of_equal(self) -> Any:
+        import numpy
+
+        return numpy.sort(numpy.unique(numpy.frombuffer(self.digests, dtype=numpy.uint64), return_index=True)[1])
+
+    def write(self, indices: Iterable[int], path: Path) -> None:
+        with self.file.open("rb") as source, path.open("wb") as target:
+            for index in indices:
+                source.seek(self.offsets[index])
+                target.write(source.readline())
+
+    def report(self) -> dict[str, Any]:
+        dropped = {reason: count for reason, count in self.dropped.items() if count}
+        return {
+            "rows": self.num_read,
+            "kept": len(self.rows),
+            "shapes": dict(self.shapes),
+            "mended": dict(self.notes),
+            "dropped": dropped,
+            "first_bad": self.first_bad,
+        }
+
+    def lines(self) -> Iterator[str]:
+        shapes = ", ".join(f"{count} {shape}" for shape, count in self.shapes.items())
+        yield f"{self.name}: {self.num_read} rows read ({shapes}), {len(self.rows)} kept"
+        if self.notes:
+            yield f"{self.name}: " + ", ".join(f"{count} {note}" for note, count in self.notes.items())
+        for reason, count in self.dropped.items():
+            if count:
+                yield f"{self.name}: {count} dropped, {reason}" + (
+                    f"; {self.first_bad[reason]}" if reason in self.first_bad else ""
+                )
 
 
-def set_aside(rows: list, section: DatasetSection) -> tuple[list, list]:
-    """Split by `datasets`' own shuffle, so that a seed gives the rows it gives elsewhere."""
+def choose_splits(
+    section: DatasetSection, splits: dict[str, Iterator[Row | Unreadable]], output: Path, root: str = ""
+) -> tuple[Rows, Rows | None]:
+    """The rows to train on, and those to evaluate on when a split of their own is there: the named one, `test`,
+    `validation` or `eval`, the first of these that has rows."""
+    for option in ("train_split", "test_split"):
+        name = getattr(section, option)
+        if name is not None and name not in splits:
+            raise Failure("configuration", f"dataset.{option}={name!r}: the dataset has {', '.join(splits)}.")
+
+    def gathered(name: str) -> Rows:
+        return Rows(name, section, output / f".{name}.rows", root).gather(splits[name])
+
+    train = gathered(section.train_split)
+    if not train.num_read:
+        raise Failure("data", f"dataset.name={section.name!r}: there are no rows in it.")
+    for name in [section.test_split] if section.test_split else EVALUATION_SPLITS:
+        if name in splits and name != section.train_split and (test := gathered(name)).num_read:
+            return train, test
+    return train, None
+
+
+def remove_overlap(train: Rows, test: Rows) -> int:
+    """Take the rows that the test split has out of the training split: what is evaluated on stays comparable."""
+    import numpy
+
+    digests = numpy.frombuffer(train.digests, dtype=numpy.uint64)[train.rows]
+    seen = numpy.isin(digests, numpy.frombuffer(test.digests, dtype=numpy.uint64))
+    train.rows = numpy.asarray(train.rows)[~seen]
+    return int(seen.sum())
+
+
+def set_aside(train: Rows, section: DatasetSection) -> tuple[Any, Any]:
+    """Split by `datasets`' own shuffle, so that a seed gives the rows it gives elsewhere; with `group_by` whole groups
+    go to one side or the other."""
+    import numpy
+
+    rows = numpy.asarray(train.rows)
+    if not section.group_by:
+        parts = shuffled_parts(len(rows), section)
+        return tuple(rows[part] for part in parts)
+    groups, first = numpy.unique(numpy.frombuffer(train.groups, dtype=numpy.uint64)[rows], return_index=True)
+    ordered = groups[numpy.argsort(first)]
+    _, test = shuffled_parts(len(ordered), section)
+    aside = numpy.isin(numpy.frombuffer(train.groups, dtype=numpy.uint64)[rows], ordered[test])
+    return rows[~aside], rows[aside]
+
+
+def shuffled_parts(count: int, section: DatasetSection) -> tuple[Any, Any]:
     from datasets import Dataset
 
-    if len(rows) < 2:
-        raise Failure("data", f"dataset.name={section.name!r}: {len(rows)} rows cannot be split in two. Give more.")
-    indices = Dataset.from_dict({"index": range(len(rows))})
-    parts = indices.train_test_split(test_size=section.test_size, seed=section.split_seed)
-    return tuple([rows[index] for index in parts[part]["index"]] for part in ("train", "test"))
-
-
-def check_rows(name: str, rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """The rows as plain conversations. Raises Failure naming the first row that is none, and how many there are."""
-    good, bad, found, total = [], [], set(), 0
-    for row in rows:
-        total += 1
-        found.update(row.values)
-        try:
-            good.append(conversation(row.values))
-        except ValueError as problem:
-            bad.append(f"{row.where}: {problem}")
-    if total == 0:
-        raise Failure("data", f"dataset.name={name!r}: there are no rows in it.")
-    if bad and "messages" not in found:
-        columns = ", ".join(sorted(found))
-        expected = "expected `messages`: a list of {role, content}"
-        raise Failure("data", f"dataset.name={name!r}: no row has `messages`; found {columns}; {expected}.")
-    if bad:
-        raise Failure("data", f"dataset.name={name!r}: {len(bad)} of {total} rows cannot be trained on; {bad[0]}.")
-    return good
-
-
-def conversation(row: dict[str, Any]) -> dict[str, Any]:
-    """`messages` and `tools` of a row. Raises ValueError with the reason when it is no conversation."""
-    messages = row.get("messages")
-    if isinstance(messages, str):  # a CSV cell
-        messages = json.loads(messages)
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"`messages` is {type(messages).__name__ if messages is not None else 'missing'} or empty")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            role = message.get("role") if isinstance(message, dict) else message
-            raise ValueError(f"message {number} has role {role!r}, which is none of {', '.join(sorted(ROLES))}")
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise ValueError(f"message {number} has content {message.get('content')!r}, which is no text")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("no message has role 'assistant', so there is nothing to learn")
-    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    return {"messages": messages, **({"tools": row["tools"]} if row.get("tools") else {})}
-
-
-def _read_local(path: Path) -> Iterator[tuple[str, Iterator[Row]]]:
-    """Split name -> rows. A file's split is the word its name starts with, when any file has a known one."""
-    files = input_files("dataset", path)
-    names = {file: re.match(r"[a-z]*", file.stem.lower()).group() for file in files}
-    known = {"train", *EVALUATION_SPLITS}
-    if path.is_file() or not known & set(names.values()):
-        names = dict.fromkeys(files, "train")
-    for split in dict.fromkeys(names.values()):
-        chosen = [file for file in files if names[file] == split]
-        yield split, (row for file in chosen for row in read_file(file))
-
-
-def read_file(path: Path) -> Iterator[Row]:
-    """Rows of one data file. Raises Failure with file and line when it cannot be read."""
-    if path.suffix in (".parquet", ".csv"):
-        from datasets import load_dataset
-
-        rows = load_dataset(path.suffix[1:], data_files=str(path), split="train")
-        yield from (Row(f"{path} row {index}", row) for index, row in enumerate(rows))
-        return
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise Failure("data", f"{path}: byte {error.start} is not UTF-8. Convert the file to UTF-8.") from None
-    if path.suffix == ".json":
-        values = _parse(text, str(path))
-        numbered = enumerate(values if isinstance(values, list) else [values])
-        yield from (_row(value, f"{path} row {index}") for index, value in numbered)
-        return
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield _row(_parse(line, f"{path} line {number}"), f"{path} line {number}")
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise Failure("data", f"{where}: not valid JSON ({error}). Correct or remove it.") from None
-
-
-def _row(value: Any, where: str) -> Row:
-    if not isinstance(value, dict):
-        raise Failure("data", f"{where}: a row is a JSON object, this is {type(value).__name__}.")
-    return Row(where, value)
-
-
-def _read_hub(section: DatasetSection, source: Input) -> Iterator[tuple[str, Iterator[Row]]]:
-    from datasets import load_dataset
-
-    try:
-        splits = load_dataset(source.name, section.config_name, revision=source.version)
-    except ValueError as error:  # "Config name is missing", "BuilderConfig ... not found": both list what there is
-        message = f"dataset.config_name={section.config_name!r}: {str(error).splitlines()[0]}"
-        raise Failure("configuration", message) from None
-    for split, rows in splits.items():
-        yield split, (Row(f"{source.name} {split} row {index}", row) for index, row in enumerate(rows))
+    if count < 2:
+        raise Failure("data", f"dataset.name={section.name!r}: {count} rows cannot be split in two. Give more.")
+    parts = Dataset.from_dict({"index": range(count)}).train_test_split(
+        test_size=section.test_size, seed=section.split_seed
+    )
+    return tuple(parts[part].with_format("numpy")["index"][:] for part in ("train", "test"))
 
 
 def read_dataset(path: Path) -> "Dataset":
@@ -193,4 +241,9 @@ def read_dataset(path: Path) -> "Dataset":
 
 
 if __name__ == "__main__":
-    child.main(run)
+    if sys.argv[1:2] == ["check"]:
+        from finetuning.check import main
+
+        main(sys.argv[2:])
+    else:
+        child.main(run)

@@ -50,7 +50,7 @@ def evaluate(job: Job, weights: Path, prepared: Path, output: Path) -> dict[str,
     model, tokenizer = load_chat_model(weights, prepared, dtype="auto", trust_remote_code=job.trust_remote_code)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     tokenizer.padding_side = "left"
-    rows = [row for row in read_dataset(job.rows) if row["messages"][-1]["role"] == "assistant"][: job.num_rows]
+    rows = [row for row in read_dataset(job.rows) if row.get("messages")][: job.num_rows]
     answers = []
     for start in range(0, len(rows), BATCH_SIZE):
         answers += answer(model, tokenizer, rows[start : start + BATCH_SIZE], job.max_new_tokens)

@@ -13,23 +13,15 @@ from typing import TYPE_CHECKING, Any
 from config.sections import ModelSection
 from finetuning import child
 from finetuning.artifacts import produce
+from finetuning.chat import CHATML_TEMPLATE, TURN_END, TURN_START, choose_template
 from finetuning.errors import Failure
 from finetuning.inputs import MODEL_SUFFIXES, Input
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-MODEL_VERSION = 1
+MODEL_VERSION = 2
 """Part of every model fingerprint: raise it when the same base gives other tokenizer files or another config."""
-
-TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
-CHATML_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""ChatML, for a tokenizer that has no template of its own."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,20 +33,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 def prepare(section: ModelSection, source: Input, output: Path) -> dict[str, Any]:
     """Write tokenizer and generation config below `output` and return the facts of the base model."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     base = source.path or download(source)
     config = _load(AutoConfig, base, section)
-    tokenizer = _load(AutoTokenizer, base, section)
-    template = "its own" if tokenizer.chat_template else "ChatML, as it has none"
-    set_chat_tokens(tokenizer)
+    tokenizer, told = load_tokenizer(base, section)
     rows, num_parameters = weight_shapes(base, config)
     generation = generation_config(base, config, tokenizer)
     tokenizer.save_pretrained(output)
     generation.save_pretrained(output)
     logger.info(
         "%s: %d parameters, chat template: %s, pad %s, end of turn %s",
-        source.name, num_parameters, template, tokenizer.pad_token, tokenizer.eos_token,
+        source.name, num_parameters, told, tokenizer.pad_token, tokenizer.eos_token,
     )  # fmt: skip
     return {
         "base": str(base),
@@ -65,8 +55,18 @@ def prepare(section: ModelSection, source: Input, output: Path) -> dict[str, Any
         "embedding_rows": rows,
         "vocabulary_size": len(tokenizer),
         "context_length": getattr(config, "max_position_embeddings", None),
-        "chat_template": template,
+        "chat_template": told,
     }
+
+
+def load_tokenizer(base: Path | str, section: ModelSection) -> tuple["PreTrainedTokenizerBase", str]:
+    """The tokenizer with the template and the tokens it trains with, and in a few words which template that is."""
+    from transformers import AutoTokenizer
+
+    tokenizer = _load(AutoTokenizer, base, section)
+    template, told = choose_template(tokenizer, section)
+    set_chat_tokens(tokenizer, template)
+    return tokenizer, told
 
 
 def download(source: Input) -> Path:
@@ -81,19 +81,19 @@ def download(source: Input) -> Path:
         raise Failure("transient", message.splitlines()[0]) from error
 
 
-def set_chat_tokens(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Give `tokenizer` a chat template and a pad token where it lacks them.
+def set_chat_tokens(tokenizer: "PreTrainedTokenizerBase", template: str) -> None:
+    """Give `tokenizer` the chat template, and the tokens that it needs.
 
-    Without a template it gets ChatML with its two tokens, and the end of a turn becomes eos: a model whose eos is the
-    end of a document would never stop after its turn. Without a pad token, pad is eos; TRL masks padding by position,
-    so the real eos keeps its label.
+    ChatML comes with its two tokens, and the end of a turn becomes eos: a model whose eos is the end of a document
+    would never stop after its turn. Without a pad token, pad is eos; padding is masked by position, so the real eos
+    keeps its label.
     """
-    if not tokenizer.chat_template:
+    if template == CHATML_TEMPLATE:
         tokenizer.add_special_tokens({"additional_special_tokens": [TURN_START, TURN_END]})
         if tokenizer.pad_token is None and tokenizer.eos_token != TURN_END:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.eos_token = TURN_END
-        tokenizer.chat_template = CHATML_TEMPLATE
+    tokenizer.chat_template = template
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise Failure("configuration", "model.name: its tokenizer has neither a pad nor an eos token. Add one.")
@@ -160,7 +160,7 @@ def load_chat_model(
     return model, tokenizer
 
 
-def _load(cls: Any, base: Path, section: ModelSection) -> Any:
+def _load(cls: Any, base: Path | str, section: ModelSection) -> Any:
     try:
         return cls.from_pretrained(base, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

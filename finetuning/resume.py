@@ -20,7 +20,7 @@ from typing import Any
 from config.sections import Config
 from finetuning import artifacts
 
-TRAINING_VERSION = 1
+TRAINING_VERSION = 2
 """Part of every training fingerprint: raise it when the same data, model and options give other weights."""
 
 NOT_CONTENT = {"logging_steps", "save_total_limit", "dataloader_pin_memory"}
@@ -30,11 +30,11 @@ STATE = "training.json"
 logger = logging.getLogger(__name__)
 
 
-def training_fingerprint(config: Config, dataset: str, model: str) -> str:
-    """Identity of a training: all that determines its weights. `dataset` and `model` are fingerprints of artifacts."""
+def training_fingerprint(config: Config, tokens: str, model: str) -> str:
+    """Identity of a training: all that determines its weights. `tokens` and `model` are fingerprints of artifacts."""
     options = config.training.model_dump(exclude=NOT_CONTENT)
     return artifacts.fingerprint(
-        version=TRAINING_VERSION, dataset=dataset, model=model, dtype=config.model.dtype, training=options
+        version=TRAINING_VERSION, tokens=tokens, model=model, dtype=config.model.dtype, training=options
     )
 
 

@@ -34,8 +34,9 @@ from finetuning.lease import is_leased, lease
 
 JOB = "job.json"
 ARTIFACTS = {
-    "trainings": (JOB, ("dataset", "model", "base")),
+    "trainings": (JOB, ("tokens", "dataset", "model", "base")),
     "model-directories": (PROVENANCE, ("training",)),
+    "tokens": (MANIFEST, ("dataset", "model")),
     "models": (MANIFEST, ("base",)),
     "datasets": (MANIFEST, ()),
     "evaluations": (MANIFEST, ()),

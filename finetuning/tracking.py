@@ -47,6 +47,8 @@ class RunFacts(BaseModel):
     dataset_digest: str
     """Our own: MLflow's digest of a `messages` column is the same for all data."""
     dataset_path: str
+    report_path: str | None = None
+    """Folder with what became of rows and tokens, `report.json` and `report.html`."""
 
 
 def ensure_experiment(name: str, artifact_location: str | None) -> str:
@@ -135,6 +137,8 @@ def _describe(client: "MlflowClient", run_id: str, facts: RunFacts) -> None:
     dataset = Dataset(name=facts.dataset_name, digest=facts.dataset_digest, source_type="local", source=source)
     client.log_inputs(run_id, datasets=[DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
     client.log_dict(run_id, {"config": facts.config, "origins": facts.origins}, "config.json")
+    for name in ("report.json", "report.html") if facts.report_path else ():
+        client.log_artifact(run_id, f"{facts.report_path}/{name}", "data")
     values = {name: str(value) for name, value in flatten(facts.config).items()}
     client.log_batch(run_id, params=[Param(name, value) for name, value in values.items()])
 

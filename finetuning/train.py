@@ -20,10 +20,10 @@ from pydantic import BaseModel
 from config.sections import Config
 from finetuning import artifacts, child, resume, tracking
 from finetuning.classify import classify, out_of_disk
-from finetuning.data import read_dataset
 from finetuning.errors import REMEDIES, Failure
 from finetuning.limits import disk_bytes
 from finetuning.model import load_chat_model
+from finetuning.tokens import read_tokens
 
 if TYPE_CHECKING:
     from trl import SFTConfig, SFTTrainer
@@ -36,8 +36,8 @@ class Job(BaseModel):
     fingerprint: str
     output: Path
     """The training's directory."""
-    dataset: Path
-    """Artifact of `finetuning.data`."""
+    tokens: Path
+    """Artifact of `finetuning.tokens`."""
     model: Path
     """Artifact of `finetuning.model`: tokenizer and generation config."""
     base: Path
@@ -160,13 +160,13 @@ def _train(job: Job, run_id: str | None, checkpoint: Path | None) -> float:
 
 
 def build_trainer(job: Job) -> "SFTTrainer":
-    """Dataset, tokenizer, model, trainer: in the order of the data."""
+    """Dataset, tokenizer, model, trainer: in the order of the data. The labels are in the dataset already."""
     from transformers import set_seed
     from trl import SFTTrainer
 
     training = job.config.training
     set_seed(training.seed)
-    train_dataset, eval_dataset = (read_dataset(job.dataset / f"{split}.jsonl") for split in ("train", "test"))
+    train_dataset, eval_dataset = (read_tokens(job.tokens / f"{split}.arrow") for split in ("train", "test"))
     section = job.config.model
     model, tokenizer = load_chat_model(
         job.base, job.model, dtype=section.dtype, trust_remote_code=section.trust_remote_code
@@ -178,12 +178,6 @@ def build_trainer(job: Job) -> "SFTTrainer":
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
     )
-    if not len(trainer.train_dataset) or not len(trainer.eval_dataset):
-        raise Failure(
-            "data",
-            f"training.max_length={training.max_length}: no conversation has a token to train on within that length. "
-            "Raise it.",
-        )
     # Rotation is ours (`callbacks.Seal`), and so is the choice of the best: export reads it from its checkpoint.
     trainer.args.save_total_limit, trainer.args.load_best_model_at_end = None, False
     return trainer
@@ -197,7 +191,8 @@ def sft_config(config: Config, output_dir: Path) -> "SFTConfig":
     return SFTConfig(
         output_dir=str(output_dir),
         run_name=f"{config.model.name.split('/')[-1]}_full-fine-tuning",
-        **config.training.model_dump(),
+        **config.training.model_dump(exclude={"assistant_only_loss"}),  # the labels say it
+        dataset_kwargs={"skip_prepare_dataset": True},
         eval_strategy="steps",
         save_strategy="steps",
         report_to="mlflow",

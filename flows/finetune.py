@@ -22,6 +22,7 @@ from tasks.model import prepare_model
 from tasks.preflight import preflight
 from tasks.registration import register
 from tasks.report import summary
+from tasks.tokens import tokenize
 from tasks.training import train
 
 
@@ -42,7 +43,8 @@ def finetune(
     inputs = preflight(config)
     data = load_and_split(config.dataset, inputs.dataset)
     base = prepare_model(config.model, inputs.model)
-    trained = train(resolved, data, base)
+    tokens = tokenize(config, data, base)
+    trained = train(resolved, data, base, tokens)
     model_directory = save_checkpoint(resolved, inputs, base, trained)
     scores = evaluate(config, data, base, model_directory)
     version = register(config, model_directory)

@@ -13,12 +13,13 @@ from finetuning.launcher import run_step
 from tasks.common import CACHED, RETRIED
 from tasks.references import Reference
 
-OPTIONS = {"config_name", "train_split", "test_split", "test_size", "split_seed"}
-"""Options that decide which rows are where. Where the rows come from is the input's version."""
+ELSEWHERE = {"name", "revision", "min_rows", "on_long_rows"}
+"""Options that decide nothing about the rows: where they come from is the input's version, and their length is a matter
+of `tasks.tokens`."""
 
 
 def dataset_fingerprint(section: DatasetSection, source: Input) -> str:
-    return fingerprint(version=DATA_VERSION, source=source.identity, options=section.model_dump(include=OPTIONS))
+    return fingerprint(version=DATA_VERSION, source=source.identity, options=section.model_dump(exclude=ELSEWHERE))
 
 
 def _cache_key(context: Any, parameters: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from config.sections import ModelSection
 from config.settings import Settings
-from finetuning.artifacts import fingerprint
+from finetuning.artifacts import file_digest, fingerprint
 from finetuning.inputs import Input
 from finetuning.launcher import run_step
 from finetuning.model import MODEL_VERSION
@@ -32,11 +32,14 @@ class ModelReference(Reference):
 
 
 def model_fingerprint(section: ModelSection, source: Input) -> str:
+    file = section.chat_template_file and Path(section.chat_template_file).expanduser()
     return fingerprint(
         version=MODEL_VERSION,
         source=source.identity,
         path=source.path and str(source.path),
         trust_remote_code=section.trust_remote_code,
+        chat_style=section.chat_style,
+        chat_template_file=file and file.is_file() and file_digest(file),
     )
 
 

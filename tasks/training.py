@@ -45,10 +45,10 @@ class Training(BaseModel):
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, **RETRIED)
-def train(resolved: Resolved, dataset: Reference, model: ModelReference) -> Training:
+def train(resolved: Resolved, dataset: Reference, model: ModelReference, tokens: Reference) -> Training:
     """Train, go on with a training that was cut short, or find it finished. Raises Failure."""
     config, settings = resolved.config, Settings()
-    identity = training_fingerprint(config, dataset.fingerprint, model.fingerprint)
+    identity = training_fingerprint(config, tokens.fingerprint, model.fingerprint)
     directory = settings.storage_root / "trainings" / identity
     check_fits(config, model.facts, directory)
     mark_used(directory)
@@ -56,10 +56,11 @@ def train(resolved: Resolved, dataset: Reference, model: ModelReference) -> Trai
         "config": config.model_dump(),
         "fingerprint": identity,
         "output": str(directory),
-        "dataset": str(dataset.path),
+        "tokens": str(tokens.path),
+        "dataset": str(dataset.path),  # for `finetuning.store`: evaluation reads it after the training
         "model": str(model.path),
         "base": str(model.base),
-        "run": _run_facts(resolved, dataset, identity, settings),
+        "run": {**_run_facts(resolved, dataset, identity, settings), "report_path": str(tokens.path)},
     }
     result = run_step(
         "train",

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from config.sections import DatasetSection
 from finetuning.artifacts import produce, read_manifest
-from finetuning.data import choose_splits, prepare, read_dataset
+from finetuning.data import prepare, read_dataset
 from finetuning.errors import Failure
 from finetuning.inputs import identify
 from tasks.data import dataset_fingerprint
@@ -36,10 +37,19 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
 
 
 def load(path: Path, **options: Any) -> tuple[list[dict], list[dict]]:
+    """Train and test without where their rows are from."""
     section = DatasetSection(name=str(path), **options)
     output = path.parent / f"artifact-{dataset_fingerprint(section, identify('dataset', str(path), 'main'))}"
     produce(output, lambda directory: prepare(section, identify("dataset", str(path), "main"), directory))
-    return tuple([json.loads(line) for line in (output / f"{name}.jsonl").open()] for name in ("train", "test"))
+    splits = [[json.loads(line) for line in (output / f"{name}.jsonl").open()] for name in ("train", "test")]
+    for row in (row for split in splits for row in split):
+        assert row.pop("where")
+    return tuple(splits)
+
+
+def report(folder: Path) -> dict[str, Any]:
+    [file] = folder.glob("artifact-*/report.json")
+    return json.loads(file.read_text())
 
 
 def refusal(path: Path, **options: Any) -> Failure:
@@ -74,12 +84,82 @@ def test_a_split_to_evaluate_on_is_used(tmp_path: Path, name: str) -> None:
 
 
 def test_named_splits(tmp_path: Path) -> None:
-    splits = {"train": ROWS[:10], "test": ROWS[10:15], "extra": ROWS[15:]}
-    assert choose_splits(DatasetSection(test_split="extra"), splits) == (ROWS[:10], ROWS[15:])
-    with pytest.raises(Failure, match=r"dataset.test_split='dev': the dataset has train, test, extra."):
-        choose_splits(DatasetSection(test_split="dev"), splits)
-    with pytest.raises(Failure, match=r"dataset.train_split='training': the dataset has"):
-        choose_splits(DatasetSection(train_split="training"), splits)
+    for name, rows in (("train", ROWS[:10]), ("test", ROWS[10:15]), ("extra", ROWS[15:])):
+        write_jsonl(tmp_path / "d" / f"{name}.jsonl", rows)
+    train, test = load(tmp_path / "d", test_split="extra")
+    assert (len(train), test[0]["messages"]) == (10, ROWS[15]["messages"])
+    message = refusal(tmp_path / "d", test_split="dev").message
+    assert re.fullmatch(
+        r"dataset.test_split='dev': the dataset has (extra|test|train)(, (extra|test|train)){2}.", message
+    )
+    assert refusal(tmp_path / "d", train_split="training").message.startswith("dataset.train_split='training': the")
+
+
+def test_a_row_knows_where_it_is_from(tmp_path: Path) -> None:
+    load(write_jsonl(tmp_path / "d.jsonl", ROWS))
+    [artifact] = tmp_path.glob("artifact-*")
+    wheres = [json.loads(line)["where"] for name in ("train", "test") for line in (artifact / f"{name}.jsonl").open()]
+    assert sorted(wheres) == sorted(f"d.jsonl line {number}" for number in range(1, 21))
+
+
+def test_of_equal_rows_one_is_kept(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS, *ROWS[:5], {**ROWS[0], "source": "another column"}])
+    train, test = load(path)
+    assert len(train) + len(test) == 20
+    assert report(tmp_path)["splits"]["train"]["dropped"] == {"duplicate": 6}
+    assert sum(map(len, load(path, deduplicate=False))) == 26
+
+
+def test_what_is_in_test_is_taken_out_of_train(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "d" / "train.jsonl", ROWS[:15])
+    write_jsonl(tmp_path / "d" / "test.jsonl", ROWS[10:])
+    train, test = load(tmp_path / "d")
+    assert [row["messages"] for row in train] == [row["messages"] for row in ROWS[:10]]
+    assert len(test) == 10, "the test split stays comparable"
+    assert report(tmp_path)["removed_from_train_because_in_test"] == 5
+
+
+def test_a_group_stays_on_one_side(tmp_path: Path) -> None:
+    rows = [{**row, "customer": number // 4} for number, row in enumerate(ROWS)]
+    train, test = load(write_jsonl(tmp_path / "d.jsonl", rows), group_by="customer", test_size=0.4)
+    sides = [{int(row["messages"][0]["content"].split()[2]) // 4 for row in side} for side in (train, test)]
+    assert not sides[0] & sides[1]
+    assert [len(side) for side in sides] == [3, 2]
+    message = refusal(write_jsonl(tmp_path / "e.jsonl", rows), group_by="client").message
+    assert "there is no column 'client' (dataset.group_by)" in message
+
+
+def test_bad_rows_are_dropped_counted_and_bounded(tmp_path: Path) -> None:
+    bad = {"messages": [{"role": "user", "content": "alone"}]}
+    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS, *[bad] * 5])
+    assert sum(map(len, load(path))) == 20, "five are always tolerated"
+    [split] = report(tmp_path)["splits"].values()
+    assert (split["rows"], split["kept"], split["dropped"]) == (25, 20, {"no_assistant": 5})
+    assert split["first_bad"]["no_assistant"].startswith(f"{path} line 21: ")
+    message = refusal(path, on_bad_rows="fail").message
+    assert f"5 of 25 rows of the train split cannot be trained on; {path} line 21: " in message
+    assert "set dataset.on_bad_rows to 'drop'" in message
+    many = write_jsonl(tmp_path / "many.jsonl", [*ROWS, *[bad] * 6])
+    assert "6 of 26 rows of the train split cannot be trained on, more than dataset.max_bad_fraction=0.02" in (
+        refusal(many).message
+    )
+    assert sum(map(len, load(many, max_bad_fraction=0.3))) == 20
+
+
+def test_unreadable_lines_fail_or_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in ROWS) + b'{"messages": [\n"text"\n\xff\n')
+    message = refusal(path).message
+    assert message.startswith(f"{path} line 21: ")
+    assert message.endswith("Correct or remove it, or set dataset.on_unreadable to 'drop'.")
+    assert sum(map(len, load(path, on_unreadable="drop"))) == 20
+    assert report(tmp_path)["splits"]["train"]["dropped"] == {"invalid_json": 1, "not_an_object": 1, "not_utf8": 1}
+
+
+def test_the_shape_is_said_aloud(tmp_path: Path) -> None:
+    shares = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+    load(write_jsonl(tmp_path / "d.jsonl", [*ROWS, shares]))
+    assert report(tmp_path)["splits"]["train"]["shapes"] == {"messages": 20, "sharegpt": 1}
 
 
 def test_containers_hold_the_same_rows(tmp_path: Path) -> None:
@@ -108,7 +188,7 @@ def test_tool_calls_keep_their_keys(tmp_path: Path) -> None:
 
     rows = [row({"city": "Oslo"}), row({"number": 3}), row({"nested": {"a": [1]}})] * 4
     path = write_jsonl(tmp_path / "d.jsonl", rows)
-    load(path)
+    load(path, deduplicate=False)
     [artifact] = tmp_path.glob("artifact-*")
     calls = [
         row["messages"][1]["tool_calls"][0]["function"]["arguments"] for row in read_dataset(artifact / "train.jsonl")
@@ -121,8 +201,11 @@ def test_refusals_name_the_setting_or_the_row(tmp_path: Path) -> None:
     empty.write_text("")
     assert refusal(empty).message == f"dataset.name='{empty}': there are no rows in it."
 
-    alpaca = write_jsonl(tmp_path / "alpaca.jsonl", [{"instruction": "a", "output": "b"}] * 20)
-    assert "no row has `messages`; found instruction, output; expected `messages`: a list of" in refusal(alpaca).message
+    text = write_jsonl(tmp_path / "text.jsonl", [{"text": "a"}] * 20)
+    assert "20 of 20 rows of the train split cannot be trained on" in refusal(text).message
+    assert "found columns text; to train on `text` as it is, without a chat template, set dataset.shape=text" in (
+        refusal(text).message
+    )
 
     three = refusal(write_jsonl(tmp_path / "three.jsonl", ROWS[:3]))
     assert "the test split has 1 of at least 2 rows (dataset.min_rows)" in three.message
@@ -130,29 +213,13 @@ def test_refusals_name_the_setting_or_the_row(tmp_path: Path) -> None:
 
     cut = tmp_path / "cut.jsonl"
     cut.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1])[:40] + "\n")
-    assert refusal(cut).message.startswith(f"{cut} line 2: not valid JSON (")
+    assert refusal(cut).message.startswith(f"{cut} line 2: ")
 
     wide = tmp_path / "wide.jsonl"
     wide.write_text(json.dumps(ROWS[0]), encoding="utf-16")
-    assert refusal(wide).message == f"{wide}: byte 0 is not UTF-8. Convert the file to UTF-8."
-    assert {refusal(path).kind for path in (empty, alpaca, cut, wide)} == {"data"}
-
-
-@pytest.mark.parametrize(
-    ("messages", "reason"),
-    [
-        ([], "`messages` is list or empty"),
-        ([{"role": "user", "content": "alone"}], "no message has role 'assistant'"),
-        ([{"role": "human", "content": "?"}], "message 0 has role 'human', which is none of"),
-        ([{"role": "user", "content": "?"}, {"role": "assistant", "content": None}], "message 1 has content None"),
-        ([{"role": "user", "content": 7}, {"role": "assistant", "content": "x"}], "message 0 has content 7"),
-        (["hello"], "message 0 has role 'hello'"),
-    ],
-)
-def test_a_row_that_is_no_conversation_is_named(tmp_path: Path, messages: list, reason: str) -> None:
-    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS, {"messages": messages}])
-    message = refusal(path).message
-    assert f"1 of 21 rows cannot be trained on; {path} line 21: {reason}" in message
+    assert refusal(wide).message.startswith(f"{wide}: ")
+    assert "UTF-16" in refusal(wide).message
+    assert {refusal(path).kind for path in (empty, text, cut, wide)} == {"data"}
 
 
 def test_a_path_that_is_not_there_names_the_setting(tmp_path: Path) -> None:
@@ -205,6 +272,7 @@ def test_golden_output(tmp_path: Path) -> None:
     manifest = read_manifest(artifact)
     assert manifest
     assert {name: file["sha256"][:16] for name, file in manifest["files"].items()} == {
-        "test.jsonl": "9832b2b03bb21175",
-        "train.jsonl": "9097afeec2b381d1",
+        "report.json": "c4b8fc93e90c586f",
+        "test.jsonl": "3f566d281ec1d04e",
+        "train.jsonl": "b605a18eab92c0da",
     }

@@ -127,7 +127,7 @@ def test_the_notebook_recipe_is_the_notebook() -> None:
     assert arguments.run_name == "Qwen3-4B_full-fine-tuning"
 
 
-def test_qwen3_4b_differs_from_the_notebook_in_two_values() -> None:
+def test_qwen3_4b_differs_from_the_notebook_in_these_values() -> None:
     ours, notebook = config_of("qwen3-4b").model_dump(), config_of("qwen3-4b-notebook").model_dump()
     different = {
         f"{section}.{name}": (ours[section][name], notebook[section][name])
@@ -135,7 +135,13 @@ def test_qwen3_4b_differs_from_the_notebook_in_two_values() -> None:
         for name in ours[section]
         if ours[section][name] != notebook[section][name]
     }
-    assert different == {"training.max_length": (2048, 1024), "model.trust_remote_code": (False, True)}
+    assert different == {
+        "training.max_length": (2048, 1024),
+        "training.assistant_only_loss": (True, False),
+        "model.chat_style": ("auto", "keep"),
+        "model.trust_remote_code": (False, True),
+        "dataset.deduplicate": (True, False),
+    }
 
 
 def test_code_defaults_are_the_recommended_recipe() -> None:

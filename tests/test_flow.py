@@ -61,7 +61,7 @@ def test_the_output_is_for_people(smoke: Run) -> None:
 def test_these_folders_and_no_others(smoke: Run) -> None:
     assert {path.name for path in smoke.root.iterdir()} <= {
         "cache", "datasets", "evaluations", "huggingface", "mlflow", "model-directories", "models", "prefect",
-        "prefect-results", "runs", "tmp", "trainings", "volumes",
+        "prefect-results", "runs", "tmp", "tokens", "trainings", "volumes",
     }  # fmt: skip
     assert not list(smoke.place.home.iterdir()), "something was written to the home folder"
     assert not [path for path in (smoke.root / "tmp").iterdir() if path.is_dir() and any(path.iterdir())]
@@ -183,7 +183,7 @@ def test_a_registration_that_dies_is_tried_again_and_nothing_else_is(smoke: Run)
 
 def snapshot(root: Path) -> dict[str, int]:
     """Path -> time of change of everything that must not be made again."""
-    folders = ("datasets", "models", "model-directories", "evaluations", "volumes", "trainings/*/checkpoints")
+    folders = ("datasets", "models", "tokens", "model-directories", "evaluations", "volumes", "trainings/*/checkpoints")
     files = (path for folder in folders for top in root.glob(folder) for path in top.rglob("*") if path.is_file())
     return {str(path): path.stat().st_mtime_ns for path in files if not path.name.endswith(".lock")}
 

@@ -27,7 +27,11 @@ def failed_states(server: Server) -> list[str]:
         (["--dataset.name", "nowhere.jsonl"], {}, "dataset.name='nowhere.jsonl': there is no such file or directory"),
         (["--model.name", "Qwen/Qwen3-4B"], {}, "model.name='Qwen/Qwen3-4B': the hub was not asked (HF_HUB_OFFLINE=1)"),
         (["--dataset.name", "{empty}"], {}, "there are no rows in it."),
-        (["--dataset.name", "{alpaca}"], {}, "no row has `messages`; found instruction, output; expected"),
+        (
+            ["--dataset.name", "{text}"],
+            {},
+            "found columns text; to train on `text` as it is, without a chat template, set",
+        ),
         (["--dataset.name", "{small}"], {}, "the test split has 1 of at least 2 rows (dataset.min_rows)"),
         (["--training.max_length", "100000"], {}, "training.max_length=100000 is beyond the"),
         (["--registry.allow_local", "false"], {}, "registry.allow_local=false and the registry is sqlite:///"),
@@ -59,7 +63,7 @@ def test_refused_before_training(
 def bad_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("bad")
     turn = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    contents = {"empty": [], "alpaca": [{"instruction": "a", "output": "b"}] * 30, "small": [turn] * 3}
+    contents = {"empty": [], "text": [{"text": "a"}] * 30, "small": [turn] * 3}
     for name, rows in contents.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {name: str(folder / f"{name}.jsonl") for name in contents}

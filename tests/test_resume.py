@@ -103,7 +103,7 @@ def test_tasks_hand_over_small_values_only() -> None:
     import flows.finetune as flow
 
     tasks = [value for value in vars(flow).values() if isinstance(value, Task)]
-    assert len(tasks) == 8
+    assert len(tasks) == 9
     for task in tasks:
         hints = typing.get_type_hints(task.fn)
         assert set(hints) == {*inspect.signature(task.fn).parameters, "return"}

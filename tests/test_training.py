@@ -17,7 +17,7 @@ import pytest
 
 from config.sections import Config
 from config.settings import Settings
-from finetuning import data, model
+from finetuning import data, model, tokens
 from finetuning.artifacts import damaged_files, read_json, read_manifest, write_json
 from finetuning.errors import Failure
 from finetuning.inputs import identify
@@ -56,6 +56,14 @@ class Bench:
         section = {"name": str(base)}
         model.run({"section": section, "input": weights.model_dump(mode="json"), "output": str(self.model)})
 
+    def tokens(self, config: Config) -> Path:
+        options = config.training
+        output = self.folder / f"tokens-{options.max_length}-{options.packing}"
+        job = {"dataset": self.dataset, "model": self.model, "section": config.dataset.model_dump()}
+        job |= {"training": options.model_dump(), "trust_remote_code": False, "output": output}
+        tokens.run(job)
+        return output
+
     def train(self, name: str, on_progress: Callable | None = None, **training: Any) -> dict[str, Any]:
         config = Config.model_validate({"model": {"dtype": "float32"}, "training": {**TRAINING, **training}})
         settings = Settings()
@@ -74,7 +82,7 @@ class Bench:
             "config": config.model_dump(),
             "fingerprint": name,
             "output": str(self.folder / name),
-            "dataset": str(self.dataset),
+            "tokens": str(self.tokens(config)),
             "model": str(self.model),
             "base": str(self.base),
             "run": run,

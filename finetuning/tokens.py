@@ -1,0 +1,243 @@
+"""Tokenise a prepared dataset with the template that will be saved and served, and account for every token.
+
+The artifact holds `train.arrow` and `test.arrow` (`input_ids`, `labels`: -100 where nothing is trained; after packing
+also `seq_lengths`), as training reads them, `report.json`, and `report.html` with the first conversations.
+Program: `python -m finetuning.tokens JOB.json`, see `Job`.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic import BaseModel
+
+from config.sections import DatasetSection, TrainingSection
+from finetuning import artifacts, child
+from finetuning.chat import Renderer, reasoning_left_out, turn_end_is_trained
+from finetuning.errors import Failure
+from finetuning.lengths import Account, split_turns
+from finetuning.preview import Part, page, parts
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+TOKENS_VERSION = 1
+"""Part of every fingerprint of tokens: raise it when the same rows and model give other tokens or labels."""
+
+IGNORED = -100
+"""Label of a token that is not trained: torch's `ignore_index`."""
+REPORT, PAGE = "report.json", "report.html"
+ROWS_AT_ONCE = 256
+"""Conversations that are encoded together, on all cores."""
+PREVIEWED_ROWS = 20
+COMPARED_ROWS = 200
+"""Rows whose turns are rendered a second time, as they are served."""
+logger = logging.getLogger(__name__)
+
+
+class Job(BaseModel):
+    dataset: Path
+    """Artifact of `finetuning.data`."""
+    model: Path
+    """Artifact of `finetuning.model`."""
+    section: DatasetSection
+    training: TrainingSection
+    trust_remote_code: bool
+    output: Path
+
+
+class Encoded(NamedTuple):
+    input_ids: list[int]
+    labels: list[int]
+
+    @property
+    def num_trained(self) -> int:
+        return len(self.labels) - self.labels.count(IGNORED)
+
+    def first(self, num_tokens: int) -> "Encoded":
+        return Encoded(self.input_ids[:num_tokens], self.labels[:num_tokens])
+
+
+def run(values: dict[str, Any]) -> dict[str, Any]:
+    job = Job.model_validate(values)
+    return artifacts.produce(job.output, lambda directory: prepare(job, directory))
+
+
+def prepare(job: Job, output: Path) -> dict[str, Any]:
+    """Write both splits and the report below `output` and return the facts for the manifest. Raises Failure."""
+    from transformers import AutoTokenizer
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # nothing forks here
+    tokenizer = AutoTokenizer.from_pretrained(job.model, trust_remote_code=job.trust_remote_code)
+    encoder = Encoder(tokenizer, job.section, job.training)
+    report: dict[str, Any] = {"max_length": job.training.max_length}
+    previews: list[list[Part]] = []
+    for split in ("train", "test"):
+        account = Account(split, job.training.max_length)
+        with (job.dataset / f"{split}.jsonl").open() as lines:
+            encoded = encoder.encode(map(json.loads, lines), account)
+            shown = list(islice(encoded, PREVIEWED_ROWS))
+            write(output / f"{split}.arrow", chain(shown, encoded))
+        previews += [parts(tokenizer, row) for row in shown] if split == "train" else []
+        account.check(job.section)
+        report[split] = account.report()
+        if job.training.packing:
+            report[split]["packed_sequences"] = pack(output / f"{split}.arrow", job.training)
+    artifacts.write_json(output / REPORT, report)
+    (output / PAGE).write_text(page(report, previews), encoding="utf-8")
+    for split in ("train", "test"):
+        for line in describe(split, report[split], job.training):
+            logger.info("%s", line)
+    return {"dataset": str(job.dataset), "model": str(job.model), "num_tokens": report["train"]["tokens"]["kept"]}
+
+
+class Encoder:
+    """Conversations in, tokens and labels out."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", section: DatasetSection, training: TrainingSection):
+        """Raises Failure when the assistant's turns cannot be told, or do not end with the eos token."""
+        if not tokenizer.is_fast:
+            raise Failure(
+                "configuration", "model.name: its tokenizer is a slow one, which cannot tell where a turn is."
+            )
+        self.tokenizer, self.section, self.training = tokenizer, section, training
+        self.renderer = Renderer(tokenizer, training.assistant_only_loss)
+        self.control_tokens = tuple(tokenizer.all_special_tokens)
+        if not turn_end_is_trained(tokenizer, self.renderer):
+            raise Failure(
+                "configuration",
+                "model.chat_template_file: with this template a trained turn does not end with "
+                f"{tokenizer.eos_token!r}, so that the model would never stop. Give one that puts it inside of "
+                "{% generation %}.",
+            )
+
+    def encode(self, rows: Iterable[dict[str, Any]], account: Account) -> Iterator[Encoded]:
+        rows = iter(rows)
+        while batch := list(islice(rows, ROWS_AT_ONCE)):
+            yield from self._fitting(batch, account)
+
+    def _fitting(self, rows: list[dict[str, Any]], account: Account) -> Iterator[Encoded]:
+        for row, encoded in zip(rows, self.encode_rows(rows, account), strict=True):
+            if encoded is None:
+                continue
+            account.count(row, len(encoded.input_ids))
+            fits = len(encoded.input_ids) <= self.training.max_length
+            if fits or self.section.on_long_rows == "truncate":
+                yield from account.keep(encoded, row)
+            elif self.section.on_long_rows == "split_turns":
+                for piece in split_turns(row, self.training.max_length, self._length):
+                    [part] = self.encode_rows([piece], None)
+                    yield from account.keep(part, piece)
+            else:
+                length = len(encoded.input_ids)
+                account.drop("too_long", row, f"{length} tokens", length)
+
+    def encode_rows(self, rows: list[dict[str, Any]], account: Account | None) -> list[Encoded | None]:
+        """Whole rows, however long; None for one that cannot be trained on."""
+        rendered = [self._render(row, account) for row in rows]
+        texts = [one.text for one in rendered if one]
+        encodings = iter(self.tokenizer(texts, add_special_tokens=False).encodings if texts else [])
+        return [one and Encoded(*self._labelled(next(encodings), one.trained)) for one in rendered]
+
+    def _render(self, row: dict[str, Any], account: Account | None) -> Any:
+        try:
+            rendered = self.renderer.trained(row)
+        except ValueError as problem:
+            if account is None:
+                raise
+            account.drop("template", row, str(problem))
+            return None
+        if account is None:
+            return rendered
+        if token := self._control_token(row):
+            account.drop("control_token", row, f"its text has {token!r}, which would act as the token of that name")
+            return None
+        account.num_reasoning_left_out += reasoning_left_out(row, rendered.text)
+        if account.num_rows < COMPARED_ROWS:
+            account.compare(*self.renderer.turns_that_differ(row, rendered))
+        return rendered
+
+    def _control_token(self, row: dict[str, Any]) -> str | None:
+        written = json.dumps(row.get("messages", ""), ensure_ascii=False)
+        return next((token for token in self.control_tokens if token in written), None)
+
+    def _labelled(self, encoding: Any, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+        import numpy
+
+        starts, ends = numpy.asarray(encoding.offsets, dtype=numpy.int64).reshape(-1, 2).T
+        trained = numpy.zeros(len(starts), dtype=bool)
+        for start, end in spans:
+            trained |= (ends > start) & (starts < end)
+        labels = numpy.where(trained, encoding.ids, IGNORED)
+        return encoding.ids, labels.tolist()
+
+    def _length(self, row: dict[str, Any]) -> int:
+        return len(self.tokenizer(self.renderer.trained(row).text, add_special_tokens=False)["input_ids"])
+
+
+def write(path: Path, rows: Iterable[Encoded]) -> None:
+    import pyarrow
+
+    lists = pyarrow.list_(pyarrow.int32())
+    schema = pyarrow.schema([("input_ids", lists), ("labels", lists)])
+    rows = iter(rows)
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as stream:
+        while batch := list(islice(rows, ROWS_AT_ONCE)):
+            columns = [pyarrow.array(column, lists) for column in zip(*batch, strict=True)]
+            stream.write_batch(pyarrow.record_batch(columns, schema=schema))
+
+
+def pack(path: Path, training: TrainingSection) -> int:
+    """Put several rows into one sequence, as TRL does it. Returns how many sequences there are then."""
+    import pyarrow
+    from trl import pack_dataset
+
+    dataset = read_tokens(path).shuffle(seed=training.seed, keep_in_memory=True)
+    packed = pack_dataset(dataset, training.max_length, "bfd", {"keep_in_memory": True})
+    table = packed.with_format("arrow")[:]
+    temporary = path.with_suffix(".packing")
+    with pyarrow.OSFile(str(temporary), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    temporary.replace(path)
+    return len(packed)
+
+
+def read_tokens(path: Path) -> "Dataset":
+    """A split, mapped from the disk: it takes no memory of its own."""
+    from datasets import Dataset
+
+    return Dataset.from_file(str(path))
+
+
+def describe(split: str, report: dict[str, Any], training: TrainingSection) -> Iterator[str]:
+    tokens = report["tokens"]
+    yield (
+        f"{split}: {report['rows']} conversations of {tokens['p50']} tokens (median; 95 %: {tokens['p95']}, longest: "
+        f"{tokens['max']}), {report['trainable_share']:.0%} of them trained"
+    )
+    if report["truncated_rows"]:
+        yield (
+            f"{split}: training.max_length={training.max_length} cuts {report['truncated_rows']} conversations and "
+            f"{tokens['cut']} tokens ({tokens['cut'] / tokens['read']:.1%}); {tokens['p99']} would cut 1 % of them"
+        )
+    for reason, count in report["dropped"].items():
+        yield f"{split}: {count} dropped, {reason}; the first: {report['first_bad'][reason]}"
+    if report["turns_without_their_reasoning"]:
+        yield (
+            f"{split}: the chat template leaves the reasoning of {report['turns_without_their_reasoning']} turns out; "
+            "model.chat_style='keep' may render it"
+        )
+    if report["turns_that_differ"]:
+        yield (
+            f"{split}: {report['turns_that_differ']} of {report['turns_compared']} turns are trained after other text "
+            "than they are served after; model.chat_style says which template is used"
+        )
+
+
+if __name__ == "__main__":
+    child.main(run)
