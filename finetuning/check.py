@@ -75,55 +75,67 @@ def main(arguments: list[str]) -> None:
     apply_environment()
     logging.basicConfig(level=logging.WARNING if line.json_output else logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    read: list[data.Rows] = []
     try:
         with TemporaryDirectory() as folder:
-            found = check(line, Path(folder))
+            found = check(line, Path(folder), read)
     except Exception as error:
         failure = classify(error)
         if failure.kind == "bug":
             raise
         if line.json_output:
-            print(json.dumps({"refused": failure.message}, ensure_ascii=False))
+            show({**counts_of([rows.report() for rows in read]), "refused": failure.message})
         print(failure.message, file=sys.stderr)
         sys.exit(REFUSED)
     if line.json_output:
-        print(json.dumps(found, ensure_ascii=False, indent=1))
+        show(found)
     else:
         splits = found["splits"]
         print(f"It can be trained on: {splits['train']} conversations to train on, {splits['test']} to evaluate on.")
 
 
-def check(line: CommandLine, folder: Path) -> dict[str, Any]:
-    """The object that `--json` prints. Raises Failure."""
-    section = line.dataset.model_copy(update={"name": line.name, "train_split": line.split or line.dataset.train_split})
-    data.prepare(section, identify("dataset", line.name, section.revision), folder)
-    report = read_json(folder / data.REPORT)
-    splits = report["splits"].values()
-    dropped = sum((Counter(split["dropped"]) for split in splits), Counter())
-    first_bad = {reason: where for split in splits for reason, where in split["first_bad"].items()}
-    shapes = sum((Counter(split["shapes"]) for split in splits), Counter())
-    found = {
+def show(found: dict[str, Any]) -> None:
+    print(json.dumps(found, ensure_ascii=False, indent=1))
+
+
+def counts_of(splits: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is known when the rows were read."""
+    shapes, mended, dropped = (
+        sum((Counter(split[name]) for split in splits), Counter()) for name in ("shapes", "mended", "dropped")
+    )
+    return {
         "shape": "+".join(shape for shape, _ in shapes.most_common()),
         "rows": sum(split["rows"] for split in splits),
-        "kept": report["num_train"] + report["num_test"],
-        "mended": dict(sum((Counter(split["mended"]) for split in splits), Counter())),
+        "kept": sum(split["kept"] for split in splits),
+        "mended": dict(mended),
+        "dropped": dict(dropped),
+        "first_bad": {reason: where for split in splits for reason, where in split["first_bad"].items()},
         "tokens": None,
         "truncated_rows": None,
         "trainable_share": None,
-        "splits": {split: report[f"num_{split}"] for split in SPLITS},
-        "removed_from_train_because_in_test": report["removed_from_train_because_in_test"],
+        "splits": {split["name"]: split["kept"] for split in splits},
     }
+
+
+def check(line: CommandLine, folder: Path, read: list[data.Rows]) -> dict[str, Any]:
+    """The object that `--json` prints. Raises Failure."""
+    section = line.dataset.model_copy(update={"name": line.name, "train_split": line.split or line.dataset.train_split})
+    data.prepare(section, identify("dataset", line.name, section.revision), folder, read)
+    report = read_json(folder / data.REPORT)
+    found = counts_of([rows.report() for rows in read])
+    found["splits"] = {split: report[f"num_{split}"] for split in SPLITS}
+    found["removed_from_train_because_in_test"] = report["removed_from_train_because_in_test"]
     if line.tokenizer:
         counted = count_tokens(line, section, folder)
         for counts in counted.values():
-            dropped += Counter(counts["dropped"])
-            first_bad |= counts["first_bad"]
-        found["kept"] -= sum(sum(counts["dropped"].values()) for counts in counted.values())
+            found["dropped"] = dict(Counter(found["dropped"]) + Counter(counts["dropped"]))
+            found["first_bad"] |= counts["first_bad"]
+            found["kept"] -= sum(counts["dropped"].values())
         found["tokens"] = counted["train"]["tokens"]
-        found["truncated_rows"] = sum(counts["truncated_rows"] for counts in counted.values())
         found["trainable_share"] = counted["train"]["trainable_share"]
-        found["turns_that_differ"] = sum(counts["turns_that_differ"] for counts in counted.values())
-    return {**found, "dropped": dict(dropped), "first_bad": first_bad}
+        for name in ("truncated_rows", "turns_that_differ", "turns_without_their_reasoning"):
+            found[name] = sum(counts[name] for counts in counted.values())
+    return found
 
 
 def count_tokens(line: CommandLine, section: DatasetSection, folder: Path) -> dict[str, dict[str, Any]]:

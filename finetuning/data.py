@@ -11,7 +11,7 @@ import logging
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +42,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return produce(Path(job["output"]), lambda directory: prepare(section, source, directory))
 
 
-def prepare(section: DatasetSection, source: Input, output: Path) -> dict[str, Any]:
-    """Write both splits and the report below `output` and return what the manifest says of them. Raises Failure."""
+def prepare(section: DatasetSection, source: Input, output: Path, read: "list[Rows] | None" = None) -> dict[str, Any]:
+    """Write both splits and the report below `output` and return what the manifest says of them. Raises Failure;
+    `read` then has the splits that were read so far, with their counts."""
     root = f"{source.path.parent}/" if source.path else ""
-    train, test = choose_splits(section, read_splits(section, source), output, root)
+
+    def rows_of(name: str) -> Rows:
+        rows = Rows(name, section, output / f".{name}.rows", root)
+        if read is not None:
+            read.append(rows)
+        return rows
+
+    train, test = choose_splits(section, read_splits(section, source), rows_of)
     if not is_unchanged(source):  # after reading, so it covers what was read
         message = f"dataset.name={section.name!r}: its files changed since this run began. Start a new run."
         raise Failure("data", message)
@@ -61,8 +69,8 @@ def prepare(section: DatasetSection, source: Input, output: Path) -> dict[str, A
             raise Failure(
                 "data",
                 f"dataset.name={section.name!r}: the {name} split has {len(rows)} of at least {section.min_rows} rows "
-                "(dataset.min_rows). Give more rows, name the splits, or change dataset.test_size "
-                f"(now {section.test_size}).",
+                f"(dataset.min_rows){origin.without_duplicates()}. Give more rows, name the splits, or change "
+                f"dataset.test_size (now {section.test_size}).",
             )
         origin.write(rows, output / f"{name}.jsonl")
         report[f"num_{name}"] = len(rows)
@@ -149,9 +157,14 @@ class Rows:
                 source.seek(self.offsets[index])
                 target.write(source.readline())
 
+    def without_duplicates(self) -> str:
+        count = self.dropped["duplicate"]
+        return f"; {count} duplicates were removed (dataset.deduplicate)" if count else ""
+
     def report(self) -> dict[str, Any]:
         dropped = {reason: count for reason, count in self.dropped.items() if count}
         return {
+            "name": self.name,
             "rows": self.num_read,
             "kept": len(self.rows),
             "shapes": dict(self.shapes),
@@ -173,7 +186,7 @@ class Rows:
 
 
 def choose_splits(
-    section: DatasetSection, splits: dict[str, Iterator[Row | Unreadable]], output: Path, root: str = ""
+    section: DatasetSection, splits: dict[str, Iterator[Row | Unreadable]], rows_of: Callable[[str], Rows]
 ) -> tuple[Rows, Rows | None]:
     """The rows to train on, and those to evaluate on when a split of their own is there: the named one, `test`,
     `validation` or `eval`, the first of these that has rows."""
@@ -182,15 +195,14 @@ def choose_splits(
         if name is not None and name not in splits:
             raise Failure("configuration", f"dataset.{option}={name!r}: the dataset has {', '.join(splits)}.")
 
-    def gathered(name: str) -> Rows:
-        return Rows(name, section, output / f".{name}.rows", root).gather(splits[name])
-
-    train = gathered(section.train_split)
+    train = rows_of(section.train_split).gather(splits[section.train_split])
     if not train.num_read:
         raise Failure("data", f"dataset.name={section.name!r}: there are no rows in it.")
     for name in [section.test_split] if section.test_split else EVALUATION_SPLITS:
-        if name in splits and name != section.train_split and (test := gathered(name)).num_read:
-            return train, test
+        if name in splits and name != section.train_split:
+            test = rows_of(name).gather(splits[name])
+            if test.num_read:
+                return train, test
     return train, None
 
 
@@ -210,6 +222,11 @@ def set_aside(train: Rows, section: DatasetSection) -> tuple[Any, Any]:
     import numpy
 
     rows = numpy.asarray(train.rows)
+    if len(rows) < 2:
+        removed = train.without_duplicates()
+        raise Failure(
+            "data", f"dataset.name={section.name!r}: {len(rows)} rows cannot be split in two{removed}. Give more."
+        )
     if not section.group_by:
         parts = shuffled_parts(len(rows), section)
         return tuple(rows[part] for part in parts)
@@ -224,7 +241,8 @@ def shuffled_parts(count: int, section: DatasetSection) -> tuple[Any, Any]:
     from datasets import Dataset
 
     if count < 2:
-        raise Failure("data", f"dataset.name={section.name!r}: {count} rows cannot be split in two. Give more.")
+        message = f"dataset.group_by={section.group_by!r}: {count} group cannot be split in two. Set it to null."
+        raise Failure("data", message)
     parts = Dataset.from_dict({"index": range(count)}).train_test_split(
         test_size=section.test_size, seed=section.split_seed
     )

@@ -272,7 +272,7 @@ def test_golden_output(tmp_path: Path) -> None:
     manifest = read_manifest(artifact)
     assert manifest
     assert {name: file["sha256"][:16] for name, file in manifest["files"].items()} == {
-        "report.json": "c4b8fc93e90c586f",
+        "report.json": "3a437b9345be88fe",
         "test.jsonl": "3f566d281ec1d04e",
         "train.jsonl": "b605a18eab92c0da",
     }

@@ -45,7 +45,7 @@ def test_result_log_and_job_come_back(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_a_refusal_keeps_its_kind_and_its_line(tmp_path: Path) -> None:
-    with pytest.raises(Failure, match="no row has `messages`") as refused:
+    with pytest.raises(Failure, match="found columns text") as refused:
         run_step("data", job(write_jsonl(tmp_path / "d.jsonl", [{"text": "a"}]), tmp_path / "artifact"), LOGGER)
     assert refused.value.kind == "data"
 

@@ -62,8 +62,8 @@ def test_refused_before_training(
 @pytest.fixture(scope="module")
 def bad_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("bad")
-    turn = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    contents = {"empty": [], "text": [{"text": "a"}] * 30, "small": [turn] * 3}
+    turns = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": "b"}]} for a in "xyz"]
+    contents = {"empty": [], "text": [{"text": "a"}] * 30, "small": turns}
     for name, rows in contents.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {name: str(folder / f"{name}.jsonl") for name in contents}
