@@ -22,7 +22,7 @@ from finetuning import child
 from finetuning.artifacts import produce, write_json
 from finetuning.errors import Failure
 from finetuning.inputs import Input, is_unchanged
-from finetuning.lengths import refuse_too_many
+from finetuning.lengths import Pulse, refuse_too_many
 from finetuning.shapes import BadRow, normalise, shape_of
 from finetuning.sources import Row, Unreadable, read_splits
 
@@ -101,9 +101,11 @@ class Rows:
 
     def gather(self, items: Iterable[Row | Unreadable]) -> "Rows":
         """Read, check and keep. Raises Failure when too many are bad."""
+        pulse = Pulse(f"{self.name}: rows read")
         with self.file.open("wb") as file:
             for item in items:
                 self.num_read += 1
+                pulse.beat()
                 if isinstance(item, Unreadable):
                     self._unreadable(item)
                     continue

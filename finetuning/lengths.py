@@ -1,5 +1,8 @@
 """Account for the rows and tokens of a split: what was read, cut, dropped and why, and what is trained."""
 
+import logging
+import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -12,8 +15,23 @@ if TYPE_CHECKING:
 
 ALWAYS_TOLERATED = 5
 """So many bad rows never are too many."""
+PULSE_SECONDS = 10
 BY_LENGTH = {"too_long", "answers_cut"}
 """Reasons that are a matter of training.max_length, not of the row."""
+logger = logging.getLogger(__name__)
+
+
+class Pulse:
+    """Says how far a long loop has come, each ten seconds."""
+
+    def __init__(self, what: str):
+        self.what, self.count, self.said = what, 0, time.monotonic()
+
+    def beat(self, count: int = 1) -> None:
+        self.count += count
+        if time.monotonic() - self.said > PULSE_SECONDS:
+            self.said = time.monotonic()
+            logger.info("%s: %d so far", self.what, self.count)
 
 
 class Account:
@@ -24,7 +42,7 @@ class Account:
         self.num_turns = self.num_sequences = self.num_truncated = 0
         self.num_trained = self.num_kept = self.num_cut = self.num_dropped = 0
         self.turns_compared = self.turns_that_differ = self.num_reasoning_left_out = 0
-        self.lengths: list[int] = []
+        self.lengths = array("L")
         self.dropped: Counter[str] = Counter()
         self.first_bad: dict[str, str] = {}
 
@@ -87,8 +105,9 @@ class Account:
             raise Failure("data", f"{length}: no conversation of the {self.split} split is left{longest}. Raise it.")
 
     def percentile(self, percent: float) -> int:
-        ordered = sorted(self.lengths) or [0]
-        return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+        import numpy
+
+        return int(numpy.percentile(self.lengths, percent, method="higher")) if self.lengths else 0
 
     def report(self) -> dict[str, Any]:
         percentiles = {f"p{percent}": self.percentile(percent) for percent in (50, 95, 99)}

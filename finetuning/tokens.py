@@ -19,7 +19,7 @@ from config.sections import DatasetSection, TrainingSection
 from finetuning import artifacts, child
 from finetuning.chat import Renderer, reasoning_left_out, turn_end_is_trained
 from finetuning.errors import Failure
-from finetuning.lengths import Account, split_turns
+from finetuning.lengths import Account, Pulse, split_turns
 from finetuning.preview import Part, page, parts
 
 if TYPE_CHECKING:
@@ -117,9 +117,10 @@ class Encoder:
             )
 
     def encode(self, rows: Iterable[dict[str, Any]], account: Account) -> Iterator[Encoded]:
-        rows = iter(rows)
+        rows, pulse = iter(rows), Pulse(f"{account.split}: conversations tokenised")
         while batch := list(islice(rows, ROWS_AT_ONCE)):
             yield from self._fitting(batch, account)
+            pulse.beat(len(batch))
 
     def _fitting(self, rows: list[dict[str, Any]], account: Account) -> Iterator[Encoded]:
         for row, encoded in zip(rows, self.encode_rows(rows, account), strict=True):

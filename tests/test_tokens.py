@@ -200,3 +200,14 @@ def test_golden_output(prepared) -> None:
     found = prepared([conversation(2), conversation(3, 30)], max_length=48)
     write_json(found.output / "plain.json", [dict(row) for row in found.train])
     assert (tokens.TOKENS_VERSION, file_digest(found.output / "plain.json")[:16]) == (1, "eac0edcb40627eaa")
+
+
+def test_a_pad_token_that_is_eos_takes_no_label_away(prepared, model: Path) -> None:
+    """Collators that mask every pad token would leave the end of a turn untrained."""
+    from transformers import AutoTokenizer
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    found = prepared([conversation(3), conversation(9)])
+    eos = AutoTokenizer.from_pretrained(model).eos_token_id
+    batch = DataCollatorForLanguageModeling(pad_token_id=eos)([dict(row) for row in found.train])
+    assert [(row == eos).sum().item() for row in batch["labels"]] == [1, 1], "one end a turn, no padding"
