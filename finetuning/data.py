@@ -20,11 +20,12 @@ import xxhash
 from config.sections import DatasetSection
 from finetuning import child
 from finetuning.artifacts import produce, write_json
+from finetuning.containers import Row, Unreadable
 from finetuning.errors import Failure
 from finetuning.inputs import Input, is_unchanged
 from finetuning.lengths import Pulse, refuse_too_many
 from finetuning.shapes import BadRow, normalise, shape_of
-from finetuning.sources import Row, Unreadable, read_splits
+from finetuning.sources import read_splits
 
 if TYPE_CHECKING:
     from datasets import Dataset

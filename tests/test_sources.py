@@ -17,9 +17,10 @@ import pytest
 
 from config.sections import DatasetSection
 from finetuning.artifacts import file_digest, fingerprint
+from finetuning.containers import Row, Unreadable
 from finetuning.errors import Failure
 from finetuning.inputs import Input, identify, is_unchanged
-from finetuning.sources import Row, Unreadable, read_splits
+from finetuning.sources import read_splits
 from tests.conftest import PROJECT
 from tests.hub import Repository, serve
 
