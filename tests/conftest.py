@@ -5,8 +5,10 @@ looks into at the end. No test reaches a network.
 """
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from bench.servers import background, free_port, wait_for_http
+from config.settings import apply_environment
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -31,11 +34,6 @@ class Place(NamedTuple):
     environment: dict[str, str]
 
 
-@pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    return make_place(tmp_path_factory.mktemp("place"))
-
-
 def make_place(folder: Path) -> Place:
     root, home = folder / "root", folder / "home"
     home.mkdir()
@@ -43,13 +41,18 @@ def make_place(folder: Path) -> Place:
     return Place(root, home, environment)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def own_storage_root(place: Place) -> None:
-    """Also what runs in the test process itself stays inside, from before the first import of the project."""
-    os.environ.update(place.environment)
-    from config.settings import apply_environment
+# Before any test module is imported: `tasks` looks up where results are kept when it is imported. The first call of
+# tempfile, which settles where pytest's own folders are, comes before TMPDIR is changed.
+PLACE = make_place(Path(tempfile.mkdtemp(prefix="finetune-tests-")))
+os.environ.update(PLACE.environment)
+apply_environment()
 
-    apply_environment()
+
+@pytest.fixture(autouse=True, scope="session")
+def place() -> Iterator[Place]:
+    """The session's own; also what runs in the test process itself stays inside."""
+    yield PLACE
+    shutil.rmtree(PLACE.root.parent, ignore_errors=True)
 
 
 class Server(NamedTuple):
