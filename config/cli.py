@@ -23,6 +23,16 @@ from config.sections import (
 )
 
 USAGE_ERROR = 2
+DOTTED_OPTIONS = SettingsConfigDict(
+    cli_kebab_case=False,
+    cli_avoid_json=True,
+    cli_hide_none_type=True,
+    cli_parse_none_str="null",
+    # One option sets one value: with partial updates on, the defaults of its siblings would count as given, too.
+    nested_model_default_partial_update=False,
+    use_attribute_docstrings=True,
+)
+"""How every command of ours takes sections."""
 
 
 class CommandLine(BaseSettings):
@@ -30,15 +40,7 @@ class CommandLine(BaseSettings):
     as prefect.yaml has them. Where things are stored and which servers are used: environment variables, see README."""
 
     model_config = SettingsConfigDict(
-        cli_prog_name="python -m flows.finetune",
-        cli_kebab_case=False,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        cli_parse_none_str="null",
-        cli_exit_on_error=False,
-        # One option sets one value: with partial updates on, the defaults of its siblings would count as given, too.
-        nested_model_default_partial_update=False,
-        use_attribute_docstrings=True,
+        **DOTTED_OPTIONS, cli_prog_name="python -m flows.finetune", cli_exit_on_error=False
     )
 
     deployment: CliPositionalArg[str]

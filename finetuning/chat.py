@@ -67,7 +67,8 @@ def _template_file(name: str) -> str:
         text = path.read_text(encoding="utf-8")
         _compile_jinja_template(text)
     except (OSError, UnicodeDecodeError, jinja2.TemplateError) as error:
-        raise Failure("configuration", f"model.chat_template_file={name!r}: {error}") from None
+        message = f"model.chat_template_file={name!r}: {error}. Correct the path, or the template in it."
+        raise Failure("configuration", message) from None
     return text
 
 
@@ -75,7 +76,6 @@ class Renderer:
     """Renders conversations as they are trained on and as they are served."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", assistant_only: bool):
-        """Raises Failure when the assistant's turns cannot be told from the rest."""
         self.tokenizer, self.assistant_only = tokenizer, assistant_only
         self.served_template = tokenizer.chat_template
         self.training_template = self._marked() if assistant_only else None
@@ -100,6 +100,7 @@ class Renderer:
         messages = [{key: value for key, value in message.items() if key != "train"} for message in row["messages"]]
         if not self.assistant_only:
             text = self._render(self.served_template, messages, row.get("tools"))
+            refuse_unrendered_tools(row, text)
             return Rendered(text, [(0, len(text))])
         text, spans = self._turns(messages, row.get("tools"))
         refuse_unrendered_tools(row, text)
@@ -173,7 +174,11 @@ def reasoning_left_out(row: dict[str, Any], text: str) -> int:
 
 
 def turn_end_is_trained(tokenizer: "PreTrainedTokenizerBase", renderer: Renderer) -> bool:
-    """Whether a trained turn ends with the eos token: a model that never sees its turn end never stops."""
+    """Whether a trained turn ends with a token that no text has: a model that never sees its turn end never stops.
+
+    That need not be eos: Gemma ends a turn with a token that only its generation config names. Raises ValueError when
+    the template does not render a question and an answer.
+    """
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     rendered = renderer.trained(row)
-    return rendered.text[slice(*rendered.trained[-1])].rstrip().endswith(tokenizer.eos_token)
+    return rendered.text[slice(*rendered.trained[-1])].rstrip().endswith(tuple(tokenizer.get_added_vocab()))

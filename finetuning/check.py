@@ -1,6 +1,6 @@
 """Check a dataset by itself, without model, GPU or server: can it be trained on, and what becomes of every row?
 
-    python -m finetuning.data check PATH_OR_NAME [--tokenizer PATH] [--split train] [--json true] [--preview 3]
+    python -m finetuning.data check PATH_OR_NAME [--tokenizer PATH] [--split train] [--json] [--preview 3]
         [--dataset.on_bad_rows fail] [--training.max_length 1024] [--model.chat_style keep]
 
 Exit codes: 0 it can be trained on; 1 it is refused, and a line says why; 2 wrong usage.
@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliPositionalArg, CliSettingsSource, SettingsConfigDict
 
+from config.cli import DOTTED_OPTIONS, USAGE_ERROR
 from config.recipes import explain
 from config.sections import DatasetSection, ModelSection, TrainingSection
 from config.settings import apply_environment
@@ -27,7 +28,7 @@ from finetuning.classify import classify
 from finetuning.inputs import identify
 from finetuning.lengths import Account
 
-REFUSED, USAGE_ERROR = 1, 2
+REFUSED = 1
 SPLITS = ("train", "test")
 
 
@@ -36,14 +37,7 @@ class CommandLine(BaseSettings):
     Exit code 0: it can be trained on. 1: it is refused, and a line says why. 2: wrong usage."""
 
     model_config = SettingsConfigDict(
-        cli_prog_name="python -m finetuning.data check",
-        cli_kebab_case=False,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        cli_parse_none_str="null",
-        cli_implicit_flags=True,
-        nested_model_default_partial_update=False,
-        use_attribute_docstrings=True,
+        **DOTTED_OPTIONS, cli_prog_name="python -m finetuning.data check", cli_implicit_flags=True
     )
 
     name: CliPositionalArg[str]
@@ -55,7 +49,7 @@ class CommandLine(BaseSettings):
     json_output: bool = False
     """Print one JSON object and nothing else (`--json` for short)."""
     preview: int = 0
-    """Show so many conversations with what is trained of them."""
+    """Show so many conversations with what is trained of them; needs a tokenizer. None beside `--json`."""
     dataset: DatasetSection = DatasetSection()
     model: ModelSection = ModelSection()
     training: TrainingSection = TrainingSection()
@@ -149,7 +143,8 @@ def count_tokens(line: CommandLine, section: DatasetSection, folder: Path) -> di
         account = Account(split, line.training.max_length)
         with (folder / f"{split}.jsonl").open() as lines:
             encoded = encoder.encode(map(json.loads, lines), account)
-            for row in islice(encoded, line.preview if split == "train" else 0):
+            shown = line.preview if split == "train" and not line.json_output else 0
+            for row in islice(encoded, shown):
                 print(as_terminal(tokenizer, row), "\n")
             deque(encoded, maxlen=0)
         account.check(section)

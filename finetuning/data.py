@@ -2,7 +2,7 @@
 
 A line is `{"messages": [{"role", "content", ...}], "tools": [...], "where": "FILE line N"}`, or `{"text", "where"}`
 when that was asked for; all other columns are left behind. Rows pass through one at a time: what is kept in memory is
-24 bytes a row. Programs: `python -m finetuning.data JOB.json` with `section`, `input` and `output`, and
+a few numbers a row. Programs: `python -m finetuning.data JOB.json` with `section`, `input` and `output`, and
 `python -m finetuning.data check PATH_OR_NAME`, see `finetuning.check`.
 """
 

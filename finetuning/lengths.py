@@ -82,7 +82,8 @@ class Account:
         """Raises Failure when too much was lost, or nothing is left."""
         rows = self.num_rows
         bad = sum(count for reason, count in self.dropped.items() if reason not in BY_LENGTH)
-        refuse_too_many(f"{self.split} split", bad, rows, section, self.first_bad)
+        first_bad = {reason: where for reason, where in self.first_bad.items() if reason not in BY_LENGTH}
+        refuse_too_many(f"{self.split} split", bad, rows, section, first_bad)
         length = f"training.max_length={self.max_length}"
         longest = (
             f"; {self.percentile(99)} would do for 99 % of the conversations, {max(self.lengths, default=0)} for all"

@@ -108,11 +108,15 @@ class Encoder:
         self.tokenizer, self.section, self.training = tokenizer, section, training
         self.renderer = Renderer(tokenizer, training.assistant_only_loss)
         self.control_tokens = tuple(tokenizer.all_special_tokens)
-        if not turn_end_is_trained(tokenizer, self.renderer):
+        try:
+            ends = turn_end_is_trained(tokenizer, self.renderer)
+        except ValueError as error:
+            raise Failure("configuration", f"model.chat_template_file: {error}. Give another template.") from None
+        if not ends:
             raise Failure(
                 "configuration",
-                "model.chat_template_file: with this template a trained turn does not end with "
-                f"{tokenizer.eos_token!r}, so that the model would never stop. Give one that puts it inside of "
+                "model.chat_template_file: with this template a trained turn does not end with a token of its own (eos "
+                f"is {tokenizer.eos_token!r}), so that the model would never stop. Give one that puts it inside of "
                 "{% generation %}.",
             )
 
@@ -126,20 +130,28 @@ class Encoder:
         for row, encoded in zip(rows, self.encode_rows(rows, account), strict=True):
             if encoded is None:
                 continue
-            account.count(row, len(encoded.input_ids))
-            fits = len(encoded.input_ids) <= self.training.max_length
-            if fits or self.section.on_long_rows == "truncate":
-                yield from account.keep(encoded, row)
-            elif self.section.on_long_rows == "split_turns":
-                for piece in split_turns(row, self.training.max_length, self._length):
-                    [part] = self.encode_rows([piece], None)
-                    yield from account.keep(part, piece)
+            length, parts = len(encoded.input_ids), [encoded]
+            fits = length <= self.training.max_length
+            if not fits and self.section.on_long_rows == "split_turns":
+                try:
+                    parts = self._parts(row)
+                except ValueError as problem:
+                    account.drop("template", row, str(problem))
+                    continue
+            account.count(row, length)
+            if fits or self.section.on_long_rows in ("truncate", "split_turns"):
+                for part in parts:
+                    yield from account.keep(part, row)
             else:
-                length = len(encoded.input_ids)
                 account.drop("too_long", row, f"{length} tokens", length)
 
+    def _parts(self, row: dict[str, Any]) -> list[Encoded]:
+        pieces = list(split_turns(row, self.training.max_length, self._length))
+        return [part for part in self.encode_rows(pieces, None) if part]
+
     def encode_rows(self, rows: list[dict[str, Any]], account: Account | None) -> list[Encoded | None]:
-        """Whole rows, however long; None for one that cannot be trained on."""
+        """Whole rows, however long; None for one that cannot be trained on. Without an account such a one raises
+        ValueError, and nothing is counted."""
         rendered = [self._render(row, account) for row in rows]
         texts = [one.text for one in rendered if one]
         encodings = iter(self.tokenizer(texts, add_special_tokens=False).encodings if texts else [])

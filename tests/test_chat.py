@@ -155,3 +155,16 @@ def test_reasoning_is_kept_or_its_loss_is_counted() -> None:
     assert reasoning_left_out(row, Renderer(kept, assistant_only=True).trained(row).text) == 0
     assert "<think>\nThe lamp on the desk.\n</think>" in trained(Renderer(kept, assistant_only=True), row)[0]
     assert reasoning_left_out(row, Renderer(without, assistant_only=True).trained(row).text) == 1
+
+
+def test_the_end_of_a_turn_need_not_be_eos() -> None:
+    """Gemma's eos ends a document, and its turns end with another token."""
+    found = tokenizer(CHATML_TEMPLATE)
+    found.eos_token = "<|endoftext|>"
+    assert turn_end_is_trained(found, Renderer(found, assistant_only=True))
+
+
+def test_tools_that_are_left_out_are_refused_without_a_mask_as_well() -> None:
+    chatml = CHATML_TEMPLATE.replace("message['content']", "(message['content'] or '')")
+    with pytest.raises(ValueError, match="the chat template leaves the tool 'find' out"):
+        Renderer(tokenizer(chatml), assistant_only=False).trained(ROW)

@@ -29,7 +29,7 @@ def found(*arguments: Any, code: int = 0) -> dict[str, Any]:
 
 def test_a_good_dataset_with_a_tokenizer(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", [*ROWS, *ROWS[:2], {"messages": []}])
-    counts = found(path, "--tokenizer", SAMPLE)
+    counts = found(path, "--tokenizer", SAMPLE, "--preview", 2)
     assert (counts["shape"], counts["rows"], counts["kept"]) == ("messages", 23, 20)
     assert counts["splits"] == {"train": 18, "test": 2}
     assert counts["dropped"] == {"duplicate": 2, "empty": 1}

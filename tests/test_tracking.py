@@ -1,5 +1,8 @@
 """One MLflow run a training, complete and honest, whatever the server does. On a database of its own."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +11,9 @@ import pytest
 from config.sections import Config
 from config.settings import Settings
 from finetuning import tracking
+from finetuning.artifacts import read_json, write_json
 from finetuning.errors import Failure
+from tests.conftest import PROJECT
 
 
 @pytest.fixture
@@ -127,3 +132,17 @@ def test_a_server_that_is_away(facts: tracking.RunFacts, monkeypatch: pytest.Mon
     assert tracking.open_or_postpone(facts) is None
     assert tracking.settle(facts, None, []) is None
     assert tracking.read_history("1") == {}
+
+
+def test_two_first_runs_make_one_database(tmp_path: Path) -> None:
+    """MLflow makes the tables without a lock: without ours one of the two finds them half made."""
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/new.db", "MLFLOW_REGISTRY_URI": ""}
+    processes = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / "job.json", {"registered_model_name": "main.default.model"})
+        command = [sys.executable, "-m", "finetuning.preflight", str(tmp_path / name / "job.json")]
+        processes.append(subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=subprocess.DEVNULL))
+    for process in processes:
+        process.wait(timeout=120)
+    assert [read_json(tmp_path / name / "result.json")["status"] for name in ("first", "second")] == ["done", "done"]
