@@ -14,11 +14,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from finetuning.errors import Failure
-from finetuning.inputs import (
-    TEXT_SUFFIXES,
-    container,
-    remote_failure,
-)
+from finetuning.filenames import TEXT_SUFFIXES, container
+from finetuning.remote import remote_failure
 
 if TYPE_CHECKING:
     import pyarrow

@@ -249,7 +249,14 @@ def shuffled_parts(count: int, section: DatasetSection) -> tuple[Any, Any]:
     parts = Dataset.from_dict({"index": range(count)}).train_test_split(
         test_size=section.test_size, seed=section.split_seed
     )
-    return tuple(parts[part].with_format("numpy")["index"][:] for part in ("train", "test"))
+    return _indices(parts["train"]), _indices(parts["test"])
+
+
+def _indices(part: "Dataset") -> Any:
+    """In batches: all at once takes 600 bytes a row."""
+    import numpy
+
+    return numpy.concatenate([batch["index"].to_numpy() for batch in part.with_format("arrow").iter(10_000)])
 
 
 def read_dataset(path: Path) -> "Dataset":

@@ -11,14 +11,9 @@ from config.sections import DatasetSection
 from config.settings import shown
 from finetuning.containers import BATCH_ROWS, DataFile, Item, Row, read_batches, read_file
 from finetuning.errors import Failure
-from finetuning.inputs import (
-    SAVED_SPLITS,
-    Input,
-    input_files,
-    open_table,
-    remote_files,
-    root_of,
-)
+from finetuning.filenames import SAVED_SPLITS
+from finetuning.inputs import Input, input_files, root_of
+from finetuning.remote import open_table, remote_files
 
 KNOWN_SPLITS = {"train", "test", "validation", "eval"}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from finetuning.check import main
 from tests.conftest import PROJECT
 from tests.test_data import ROWS, conversation, write_jsonl
 from tests.test_shapes import UGLY
@@ -60,62 +61,80 @@ def test_what_is_too_long_for_the_length_is_refused_with_one_that_would_do(tmp_p
     assert "would do for 99 % of the conversations" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "shape", "kept", "dropped"),
-    [
-        ("00_control.jsonl", [], "messages", 8, {}),
-        ("01_sharegpt_from_value.jsonl", [], "sharegpt", 8, {}),
-        ("07_no_assistant.jsonl", [], "messages", 8, {"no_assistant": 1}),
-        ("10_null_content.jsonl", [], "messages", 8, {"null_content": 1}),
-        ("12_tool_calls_dict_args.jsonl", [], "messages", 8, {}),
-        ("15_prompt_completion.jsonl", [], "prompt_completion", 8, {}),
-        ("17_text_column.jsonl", ["--dataset.shape", "text"], "text", 8, {}),
-        ("18_alpaca.json", [], "alpaca", 8, {}),
-        ("29_mixed_schema.jsonl", ["--no-dataset.deduplicate"], "messages+sharegpt", 8, {}),
-        ("37_lone_surrogate.jsonl", [], "messages", 7, {"surrogate": 1}),
-        ("39_empty_messages_first.jsonl", [], "messages", 8, {"empty": 1}),
-        ("42_messages_as_string.csv", [], "messages", 8, {}),
-    ],
-)
-def test_ugly_files_that_can_be_trained_on(
-    name: str, options: list[str], shape: str, kept: int, dropped: dict[str, int]
-) -> None:
-    counts = found(UGLY / name, "--dataset.min_rows", 1, *options)
-    assert (counts["shape"], counts["kept"], counts["dropped"]) == (shape, kept, dropped)
+GOOD = {  # shape, rows kept to train on and to evaluate on, what was mended, what was dropped
+    "00_control.jsonl": ("messages", (7, 1), {}, {}),
+    "01_sharegpt_from_value.jsonl": ("sharegpt", (7, 1), {"roles mapped": 16}, {}),
+    "02_roles_human_gpt.jsonl": ("messages", (7, 1), {"roles mapped": 16}, {}),
+    "04_system_in_middle.jsonl": ("messages", (7, 1), {"late system messages kept": 8}, {}),
+    "05_consecutive_user.jsonl": ("messages", (7, 1), {"turns of the same role merged": 8}, {}),
+    "07_no_assistant.jsonl": ("messages", (7, 1), {}, {"no_assistant": 1}),
+    "10_null_content.jsonl": ("messages", (7, 1), {}, {"null_content": 1}),
+    "11_tool_calls_null_content.jsonl": ("messages", (7, 1), {"tool arguments parsed": 8}, {}),
+    "12_tool_calls_dict_args.jsonl": ("messages", (7, 1), {}, {}),
+    "13_content_parts.jsonl": ("messages", (7, 1), {"contents joined from parts": 16}, {}),
+    "15_prompt_completion.jsonl": ("prompt_completion", (7, 1), {}, {}),
+    "18_alpaca.json": ("alpaca", (7, 1), {}, {}),
+    "19_prompt_and_messages.jsonl": ("messages", (7, 1), {}, {}),
+    "22_bom.jsonl": ("messages", (7, 1), {}, {}),
+    "23_crlf_blank_lines.jsonl": ("messages", (7, 1), {}, {}),
+    "29_mixed_schema.jsonl": ("messages+sharegpt", (7, 1), {"roles mapped": 8}, {}),
+    "30_duplicates.jsonl": ("messages", (2, 1), {}, {"duplicate": 5}),
+    "31_leakage": ("messages", (6, 3), {}, {}),
+    "33_validation_no_test": ("messages", (6, 2), {}, {}),
+    "36_unicode.jsonl": ("messages", (7, 1), {}, {}),
+    "37_lone_surrogate.jsonl": ("messages", (6, 1), {}, {"surrogate": 1}),
+    "39_empty_messages_first.jsonl": ("messages", (7, 1), {}, {"empty": 1}),
+    "42_messages_as_string.csv": ("messages", (7, 1), {}, {}),
+    "45_reasoning_content.jsonl": ("messages", (7, 1), {}, {}),
+}
+ALIKE = ("04_", "05_", "29_", "45_")
+"""Files of one row eight times, or of four twice."""
+REFUSED = {
+    "08_starts_with_assistant.jsonl": "line 1: message 1: the assistant speaks before the user (dataset.on_assistant_",
+    "17_text_column.jsonl": "line 1: found columns text; to train on `text` as it is, without a chat template, set ",
+    "24_bad_line.jsonl": "line 5: not valid JSON (Unterminated string starting at at column 43). Correct or remove it",
+    "27_non_string_content.jsonl": "line 1: message 0 has content 0 (int), which is no text",
+    "34_utf16.jsonl": "34_utf16.jsonl: is UTF-16. Convert it to UTF-8: iconv -f UTF-16 -t UTF-8",
+    "41_empty_file.jsonl": "41_empty_file.jsonl': there are no rows in it.",
+    "46_three_rows.jsonl": "the test split has 1 of at least 2 rows (dataset.min_rows). Give more rows",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("08_starts_with_assistant.jsonl", "the assistant speaks before the user (dataset.on_assistant_first='drop')"),
-        ("17_text_column.jsonl", "set dataset.shape=text"),
-        ("27_non_string_content.jsonl", "which is no text"),
-    ],
-)
-def test_ugly_files_that_are_refused(name: str, said: str) -> None:
-    result = check(UGLY / name)
-    assert result.returncode == 1
-    assert said in result.stderr
-    assert f"{name} line 1: " in result.stderr
+@pytest.mark.parametrize("name", GOOD)
+def test_ugly_files_that_can_be_trained_on(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--no-dataset.deduplicate"] if name.startswith(ALIKE) else []
+    main([str(UGLY / name), "--json", "--dataset.min_rows", "1", "--tokenizer", str(SAMPLE), *options])
+    counts = json.loads(capsys.readouterr().out)
+    shape, (train, test), mended, dropped = GOOD[name]
+    assert (counts["shape"], counts["splits"]) == (shape, {"train": train, "test": test})
+    assert (counts["mended"], counts["dropped"]) == (mended, dropped)
+    assert counts["tokens"]["read"] == counts["tokens"]["kept"] > 0
+    assert counts["turns_that_differ"] == 0
+    overlap = 2 if name.startswith(("31_", "33_")) else 0
+    assert counts["removed_from_train_because_in_test"] == overlap
 
 
-def test_ugly_files_that_no_text_editor_keeps(tmp_path: Path) -> None:
-    """Those whose bytes matter are made here: UTF-16, a cut line, nothing at all, one conversation of 2 MB."""
-    lines = (UGLY / "00_control.jsonl").read_text().splitlines()
-    contents = {
-        "utf16.jsonl": "\n".join(lines).encode("utf-16"),
-        "cut.jsonl": "\n".join([*lines[:4], lines[4][:40], *lines[5:]]).encode(),
-        "empty.jsonl": b"",
+@pytest.mark.parametrize("name", REFUSED)
+def test_ugly_files_that_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(UGLY / name)])
+    assert ended.value.code == 1
+    assert REFUSED[name] in capsys.readouterr().err
+
+
+def test_every_ugly_file_is_one_or_the_other() -> None:
+    assert {path.name for path in UGLY.iterdir()} == GOOD.keys() | REFUSED.keys()
+
+
+def test_ugly_files_whose_fault_a_setting_allows(tmp_path: Path) -> None:
+    """And 26, one conversation of 2 MB, which is made here."""
+    allowed = {
+        "08_starts_with_assistant.jsonl": ["--dataset.on_assistant_first", "keep", "--no-dataset.deduplicate"],
+        "17_text_column.jsonl": ["--dataset.shape", "text"],
+        "24_bad_line.jsonl": ["--dataset.on_unreadable", "drop"],
     }
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    assert "utf16.jsonl: is UTF-16. Convert it to UTF-8: iconv" in check(tmp_path / "utf16.jsonl").stderr
-    cut = check(tmp_path / "cut.jsonl").stderr
-    assert "cut.jsonl line 5: not valid JSON" in cut
-    assert "set dataset.on_unreadable to 'drop'" in cut
-    dropped = found(tmp_path / "cut.jsonl", "--dataset.on_unreadable", "drop", "--dataset.min_rows", 1)["dropped"]
-    assert dropped == {"invalid_json": 1}
-    assert "there are no rows in it" in check(tmp_path / "empty.jsonl").stderr
+    kept = [found(UGLY / name, "--dataset.min_rows", 1, *options)["kept"] for name, options in allowed.items()]
+    assert kept == [8, 8, 8]
     huge = {"messages": [{"role": "user", "content": "lamp " * 400_000}, {"role": "assistant", "content": "Yes."}]}
     write_jsonl(tmp_path / "huge.jsonl", [*ROWS, huge])
     counts = found(tmp_path / "huge.jsonl", "--tokenizer", SAMPLE, "--dataset.split_seed", 1)
