@@ -218,14 +218,46 @@ class RegistrySection(Section):
 
 
 class EvaluationSection(Section):
-    """What is asked of the model before and after training."""
+    """What base model, champion and result are put to: rows of the half of the test split that the gate has."""
 
-    exact_match_rows: int = Field(0, ge=0, title="Questions asked")
-    """Test conversations whose last answer is generated and compared with the reference, on the base model and on the
-    result. 0: none. Meaningful where the answers are short and have one right form."""
+    loss_rows: int = Field(256, ge=0, title="Rows for the loss")
+    """Conversations whose answers' loss is compared. 0: none."""
 
-    max_new_tokens: int = Field(48, ge=1, title="Longest answer")
+    sample_rows: int = Field(8, ge=0, title="Answers to show")
+    """Conversations whose last question each model answers, to be read side by side."""
+
+    exact_match_rows: int = Field(0, ge=0, title="Answers to compare")
+    """Conversations whose last answer is compared with the reference, word for word. 0: none. Meaningful where the
+    answers are short and have one right form."""
+
+    max_new_tokens: int = Field(256, ge=1, title="Longest answer")
     """Tokens an answer may have."""
+
+    @property
+    def num_questions(self) -> int:
+        return max(self.sample_rows, self.exact_match_rows)
+
+
+class GateSection(Section):
+    """When a version becomes the champion that is served. One that does not stays a challenger, with the reason."""
+
+    better_than: Literal["champion", "base", "none"] = Field("champion", title="Better than")
+    """What it must be better than: the current champion (the base model while there is none), always the base model, or
+    nothing at all."""
+
+    metric: Literal["loss", "exact_match"] = Field("loss", title="Metric")
+    """What better means: a lower loss a token, or a greater share of answers that match."""
+
+    min_improvement: float = Field(0.0, ge=0, title="Least improvement")
+    """What the improvement must exceed for certain: with the lower end of its 95 % bootstrap interval."""
+
+    max_regression: dict[Literal["loss", "exact_match", "stopped"], float] = Field(
+        {"stopped": 0.1}, title="Allowed regressions"
+    )
+    """Metric -> how much worse than that it may be in it."""
+
+    approval: bool = Field(False, title="Ask a person")
+    """Leave the promotion of a version that passes to a person: python -m finetuning.register promote."""
 
 
 class RunSection(Section):
@@ -243,6 +275,7 @@ class Config(Section):
     training: TrainingSection = TrainingSection()
     registry: RegistrySection = RegistrySection()
     evaluation: EvaluationSection = EvaluationSection()
+    gate: GateSection = GateSection()
     run: RunSection = RunSection()
 
     # Checks across fields belong here and not into a section: a section may hold the overrides alone, without the
@@ -255,5 +288,15 @@ class Config(Section):
                 f"training.save_steps={training.save_steps} is not a multiple of "
                 f"training.eval_steps={training.eval_steps}, so the best checkpoint might never be saved. Set both to "
                 "the same value, or training.load_best_model_at_end to false."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _measures_what_the_gate_asks_for(self) -> Self:
+        rows = {"loss": "loss_rows", "exact_match": "exact_match_rows"}[self.gate.metric]
+        if self.gate.better_than != "none" and not getattr(self.evaluation, rows):
+            raise ValueError(
+                f"gate.metric={self.gate.metric!r} needs evaluation.{rows}, which is 0. Set it, or gate.better_than to "
+                "'none'."
             )
         return self

@@ -1,69 +1,190 @@
-"""Ask held-out questions: the last assistant turn of test conversations is generated and compared with the reference.
+"""Put models to the same held-out rows: loss on their answers, and answers of their own to the last question.
 
-Greedy, in batches, at the dtype the model is saved in. Program: `python -m finetuning.evaluate JOB.json`, see `Job`.
+The rows are the gate's half of the test split (`finetuning.halves`). Each model renders them with its own template and
+tokenizer, in bfloat16, as it is served. The current champion is among them when the registry has one. Every model's
+evaluation is an artifact of its own, named by model and rows: no model is evaluated twice on the same.
+Program: `python -m finetuning.evaluate JOB.json`, see `Job`.
 """
 
+import inspect
+import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from finetuning import child
-from finetuning.artifacts import produce, write_json
-from finetuning.data import read_dataset
+from config.sections import DatasetSection, EvaluationSection, TrainingSection
+from finetuning import champion, child
+from finetuning.artifacts import fingerprint, produce, write_json
+from finetuning.errors import Failure
+from finetuning.halves import HALVES_VERSION, read_gate_rows
+from finetuning.lengths import Account
 from finetuning.model import load_chat_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-EVALUATION_VERSION = 1
-"""Part of every evaluation's fingerprint: raise it when the same model and rows give other answers."""
+EVALUATION_VERSION = 2
+"""Part of every evaluation's fingerprint: raise it when the same model and rows give other numbers."""
 
-ANSWERS = "answers.json"
+ANSWERS, LOSSES = "answers.json", "losses.json"
 BATCH_SIZE = 32
+"""Questions answered at once."""
+BASE, CHAMPION, CANDIDATE = "base", "champion", "candidate"
+logger = logging.getLogger(__name__)
+
+
+class Model(BaseModel):
+    fingerprint: str
+    weights: Path
+    prepared: Path
+    """Directory of tokenizer and generation config."""
 
 
 class Job(BaseModel):
-    models: dict[str, tuple[Path, Path, Path]]
-    """Name -> directory of the weights, directory of tokenizer and generation config, artifact to write."""
+    models: dict[str, Model]
+    """`base` and `candidate`."""
+    registered_model_name: str
+    """Its champion is evaluated as well; the registry is that of the settings."""
+    evaluations: Path
+    """Directory that the artifacts are made in."""
     rows: Path
-    """A split, as `finetuning.data` writes it."""
-    num_rows: int
-    max_new_tokens: int
+    """The test split, as `finetuning.data` writes it."""
+    rows_fingerprint: str
+    section: EvaluationSection
+    training: TrainingSection
     trust_remote_code: bool
 
 
 def run(values: dict[str, Any]) -> dict[str, Any]:
-    """Model name -> {num_rows, exact_match, stopped}, the latter two as shares from 0 to 1."""
+    """`scores`: model -> {num_rows, loss, num_questions, exact_match, stopped}, losses in nats a token, the others as
+    shares from 0 to 1, None when nothing was asked; `artifacts`: model -> directory; `champion`: its version or None;
+    `problem`: why the champion could not be evaluated."""
     job = Job.model_validate(values)
+    found: dict[str, Any] = {"scores": {}, "artifacts": {}, "champion": None, "problem": None}
+    rows = read_gate_rows(job.rows)
+    if not rows or not (job.section.loss_rows or job.section.num_questions):
+        return found
+
+    def add(name: str, model: Model) -> None:
+        output = evaluation_path(job, model.fingerprint)
+        found["scores"][name] = produce(output, lambda directory: evaluate(job, model, rows, directory))["scores"]
+        found["artifacts"][name] = str(output)
+
+    for name, model in job.models.items():
+        add(name, model)
+    holder = champion.find(job.registered_model_name)
+    if holder is None:
+        return found
+    found["champion"] = holder.number
+    if (evaluation_path(job, holder.fingerprint) / LOSSES).is_file():
+        add(CHAMPION, Model(fingerprint=holder.fingerprint, weights=Path(), prepared=Path()))
+        return found
+    try:
+        with champion.model_directory(holder) as directory:
+            add(CHAMPION, Model(fingerprint=holder.fingerprint, weights=directory, prepared=directory))
+    except (Failure, OSError, ValueError, KeyError) as error:
+        if isinstance(error, Failure) and error.kind in ("transient", "preempted"):
+            raise
+        found["problem"] = f"champion version {holder.number} cannot be evaluated: {' '.join(str(error).split())[:300]}"
+        logger.warning("%s", found["problem"])
+    return found
+
+
+def evaluation_path(job: Job, model: str) -> Path:
+    asked = {
+        "version": [EVALUATION_VERSION, HALVES_VERSION],
+        "model": model,
+        "rows": job.rows_fingerprint,
+        "section": job.section.model_dump(),
+        "max_length": job.training.max_length,
+        "assistant_only_loss": job.training.assistant_only_loss,
+    }
+    return job.evaluations / fingerprint(**asked)
+
+
+def evaluate(job: Job, files: Model, rows: list[dict[str, Any]], output: Path) -> dict[str, Any]:
+    """Write losses and answers below `output` and return the scores for its manifest."""
+    import torch
+
+    model, tokenizer = load_chat_model(
+        files.weights, files.prepared, dtype="bfloat16", trust_remote_code=job.trust_remote_code
+    )
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    losses = row_losses(model, tokenizer, rows[: job.section.loss_rows], job.training)
+    tokenizer.padding_side = "left"
+    asked = [row for row in rows if row.get("messages")][: job.section.num_questions]
+    answers = []
+    for start in range(0, len(asked), BATCH_SIZE):
+        answers += answer(model, tokenizer, asked[start : start + BATCH_SIZE], job.section.max_new_tokens)
+    write_json(output / LOSSES, losses)
+    write_json(output / ANSWERS, answers)
+    return {"scores": summarize(losses, answers, job.section.exact_match_rows)}
+
+
+def summarize(losses: list[tuple[float, int] | None], answers: list[dict[str, Any]], matched: int) -> dict[str, Any]:
+    found = [loss for loss in losses if loss]
+    num_tokens = sum(count for _, count in found)
     return {
-        name: produce(output, lambda directory, w=weights, p=prepared: evaluate(job, w, p, directory))["scores"]
-        for name, (weights, prepared, output) in job.models.items()
+        "num_rows": len(found),
+        "loss": sum(loss for loss, _ in found) / num_tokens if num_tokens else None,
+        "num_questions": len(answers),
+        "exact_match": _share([answer["exact_match"] for answer in answers[:matched]]),
+        "stopped": _share([answer["stopped"] for answer in answers]),
     }
 
 
-def evaluate(job: Job, weights: Path, prepared: Path, output: Path) -> dict[str, Any]:
-    """Write the answers below `output` and return the scores for its manifest."""
+def _share(values: list[bool]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def row_losses(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: list[dict[str, Any]],
+    training: TrainingSection,
+) -> list[tuple[float, int] | None]:
+    """For each row the negative log-likelihood of its trained tokens in nats, and their number; None for a row that
+    the template refuses or whose answers are beyond `max_length`.
+
+    One row at a time: the numbers do not depend on what is beside a row in its batch, and logits exist only where
+    something is trained.
+    """
     import torch
 
-    model, tokenizer = load_chat_model(weights, prepared, dtype="auto", trust_remote_code=job.trust_remote_code)
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    tokenizer.padding_side = "left"
-    rows = [row for row in read_dataset(job.rows) if row.get("messages")][: job.num_rows]
-    answers = []
-    for start in range(0, len(rows), BATCH_SIZE):
-        answers += answer(model, tokenizer, rows[start : start + BATCH_SIZE], job.max_new_tokens)
-    write_json(output / ANSWERS, answers)
-    count = max(len(answers), 1)
-    scores = {key: sum(answer[key] for answer in answers) / count for key in ("exact_match", "stopped")}
-    return {"scores": {"num_rows": len(answers), **scores}}
+    from finetuning.tokens import IGNORED, Encoder
+
+    encoder = Encoder(tokenizer, DatasetSection(), training)
+    account = Account("gate", training.max_length)
+    partial = "logits_to_keep" in inspect.signature(model.forward).parameters
+    losses: list[tuple[float, int] | None] = []
+    for encoded in encoder.encode_rows(rows, account):
+        short = encoded and encoded.first(training.max_length)
+        if not short or not short.num_trained:
+            losses.append(None)
+            continue
+        labels = torch.tensor(short.labels[1:], device=model.device)
+        positions = (labels != IGNORED).nonzero().flatten()
+        if not len(positions):
+            losses.append(None)
+            continue
+        tokens = torch.tensor([short.input_ids], device=model.device)
+        with torch.inference_mode():
+            if partial:
+                logits = model(input_ids=tokens, logits_to_keep=positions).logits[0]
+            else:
+                logits = model(input_ids=tokens).logits[0, positions]
+            loss = torch.nn.functional.cross_entropy(logits.float(), labels[positions], reduction="sum")
+        losses.append((loss.item(), len(positions)))
+    return losses
 
 
 def answer(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", rows: list[dict[str, Any]], max_new_tokens: int
 ) -> list[dict[str, Any]]:
-    """Generate the last turn of each conversation: question, reference, answer, whether they match and it stopped."""
+    """Generate the last turn of each conversation, greedily: question, reference, answer, whether they match and
+    whether it stopped by itself."""
     import torch
 
     prompts = [
@@ -76,6 +197,7 @@ def answer(
     with torch.inference_mode():
         output = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
     generated = output[:, inputs["input_ids"].shape[1] :]
+    ends = torch.tensor(model.generation_config.eos_token_id, device=model.device).flatten()
     results = []
     for row, tokens in zip(rows, generated, strict=True):
         text = visible(tokenizer.decode(tokens, skip_special_tokens=True))
@@ -86,7 +208,7 @@ def answer(
                 "reference": reference,
                 "answer": text,
                 "exact_match": text == reference,
-                "stopped": bool((tokens == tokenizer.eos_token_id).any()),
+                "stopped": bool(torch.isin(tokens, ends).any()),
             }
         )
     return results

@@ -2,18 +2,17 @@
 
 Files: weights in bfloat16 (`model.safetensors`, or shards of at most 2 GB with an index), `config.json`,
 `generation_config.json`, the tokenizer's files with `chat_template.jinja`, `finetune.json` (where it comes from) and
-`manifest.json`, written last. Program: `python -m finetuning.export JOB.json`, see `Job`.
+`manifest.json`, written last. `finetuning.publish` adds the model card.
+Program: `python -m finetuning.export JOB.json`, see `Job`.
 """
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from finetuning import artifacts, child
-from finetuning.artifacts import MANIFEST, files_below, produce, read_manifest, write_json
-from finetuning.errors import Failure
+from finetuning.artifacts import produce, write_json
 from finetuning.model import load_chat_model
 
 EXPORT_VERSION = 1
@@ -51,30 +50,6 @@ def export(job: Job, output: Path) -> dict[str, Any]:
     for file in output.iterdir():
         file.chmod(0o644)  # safetensors 0.8 writes 0600, which a server under another user cannot read
     return {"fingerprint": job.output.name}
-
-
-def publish(model_directory: Path, target: Path) -> None:
-    """Copy a model directory to a volume, manifest last. A copy that is whole already is left alone.
-
-    No rename and no append: a Unity Catalog volume has neither.
-    Raises Failure when the target cannot be written.
-    """
-    wanted = read_manifest(model_directory)
-    if wanted and read_manifest(target) == wanted:
-        return
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        (target / MANIFEST).unlink(missing_ok=True)
-        for file in files_below(model_directory):
-            (target / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(model_directory / file, target / file)
-        shutil.copyfile(model_directory / MANIFEST, target / MANIFEST)
-    except OSError as error:
-        raise Failure(
-            "configuration",
-            f"the model directory could not be copied to {target} ({error}). It is whole at {model_directory}; set "
-            "FINETUNE_VOLUME_ROOT or registry.volume to a place that can be written, and run again.",
-        ) from error
 
 
 def export_fingerprint(training: str, checkpoint: str) -> str:

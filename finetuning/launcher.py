@@ -122,6 +122,7 @@ def _environment() -> dict[str, str]:
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_LOGGING_LEVEL": "WARNING",
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
         # 120 s and 7 retries are MLflow's defaults: a dead server would hold a step for a quarter of an hour.
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",

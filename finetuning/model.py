@@ -56,7 +56,19 @@ def prepare(section: ModelSection, source: Input, output: Path) -> dict[str, Any
         "vocabulary_size": len(tokenizer),
         "context_length": getattr(config, "max_position_embeddings", None),
         "chat_template": told,
+        "license": model_license(Path(base)),
     }
+
+
+def model_license(base: Path) -> str:
+    """What the front matter of its model card says."""
+    from huggingface_hub import ModelCard
+
+    try:
+        data = ModelCard.load(base / "README.md").data
+    except (OSError, ValueError):
+        return "unknown"
+    return str(data.get("license_name") or data.get("license") or "unknown")
 
 
 def load_tokenizer(base: Path | str, section: ModelSection) -> tuple["PreTrainedTokenizerBase", str]:
@@ -73,7 +85,7 @@ def download(source: Input) -> Path:
     """The snapshot of the pinned commit in the hub's cache; what is there already is not fetched again."""
     from huggingface_hub import snapshot_download
 
-    patterns = [f"*{suffix}" for suffix in sorted(MODEL_SUFFIXES)]
+    patterns = [*(f"*{suffix}" for suffix in sorted(MODEL_SUFFIXES)), "README.md"]
     try:
         return Path(snapshot_download(source.name, revision=source.version, allow_patterns=patterns))
     except Exception as error:

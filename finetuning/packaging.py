@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from finetuning.artifacts import files_below, read_json
 from finetuning.errors import Failure
@@ -23,6 +24,8 @@ CHAT_TASK = "llm/v1/chat"
 REQUIREMENTS = ("mlflow", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "jinja2")
 """What loading and answering imports. MLflow would add torchvision, which no chat model needs (mlflow#10929)."""
 TOKENIZER_FILES = ("*token*", "*.jinja", "vocab*", "merges.txt", "*.model")
+OUTPUT_LAYERS = ("lm_head", "embed_out")
+"""Names of the layer that gives the logits; the second is GPT-NeoX's."""
 INPUT_EXAMPLE = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
 
 
@@ -51,15 +54,21 @@ def package_model(model_directory: Path, output: Path, *, task: str, metadata: d
 
 
 def check_model_directory(model_directory: Path) -> None:
-    """Raise a `Failure` unless config, weights, tokenizer and a chat template are there."""
+    """Raise a `Failure` unless config, weights with an output layer, tokenizer and a chat template are there."""
     missing = [name for name in ("config.json", "tokenizer.json") if not (model_directory / name).is_file()]
     missing += _missing_weights(model_directory)
     if not _has_chat_template(model_directory):
         missing.append("a chat template (chat_template.jinja)")
     if missing:
         raise Failure("configuration", f"the model directory {model_directory} lacks: {', '.join(missing)}")
-    if not read_json(model_directory / "config.json").get("architectures"):
+    config = read_json(model_directory / "config.json")
+    if not config.get("architectures"):
         raise Failure("configuration", f"{model_directory / 'config.json'} names no model class in 'architectures'")
+    parts = {part for name in _tensor_names(model_directory) for part in name.split(".")}
+    if parts.isdisjoint(OUTPUT_LAYERS) and not _is_tied(config):
+        message = f"{model_directory} has no tensor lm_head.weight, and its config.json does not say that it is the "
+        message += "embedding (tie_word_embeddings): loading would make up random values for it. Save the model again"
+        raise Failure("configuration", message)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -82,6 +91,27 @@ def _missing_weights(model_directory: Path) -> Iterator[str]:
         yield from (f"{name} (named by {index.name})" for name in sorted(shards) if not (index.parent / name).is_file())
     elif not (model_directory / "model.safetensors").is_file():
         yield f"weights (model.safetensors or {index.name})"
+
+
+def _tensor_names(model_directory: Path) -> list[str]:
+    """Names only: of a file without an index its header is read."""
+    from safetensors import safe_open
+
+    index = model_directory / "model.safetensors.index.json"
+    if index.is_file():
+        return list(read_json(index)["weight_map"])
+    with safe_open(model_directory / "model.safetensors", framework="np") as file:
+        return list(file.keys())
+
+
+def _is_tied(config: dict[str, Any]) -> bool:
+    """Whether the output layer is the embedding. Unless the file says so: what the model's type means by default."""
+    from transformers import CONFIG_MAPPING
+
+    tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings"))
+    if tied is None and config.get("model_type") in CONFIG_MAPPING:
+        tied = CONFIG_MAPPING[config["model_type"]]().tie_word_embeddings
+    return tied is not False  # a type that only its own code knows may name the layer otherwise
 
 
 def _has_chat_template(model_directory: Path) -> bool:

@@ -2,6 +2,8 @@
 
 By hand, for instance after the registry was down:
     python -m finetuning.register MODEL_DIRECTORY [--registry.catalog C --registry.schema S --registry.model_name M]
+What people do with versions, see `finetuning.aliases`:
+    python -m finetuning.register list|promote|rollback NAME [VERSION]
 As a step of the flow: `python -m finetuning.register JOB.json`, see `Job`.
 """
 
@@ -16,11 +18,19 @@ from pydantic_settings import BaseSettings, CliPositionalArg, CliSettingsSource,
 from config.recipes import explain
 from config.sections import RegistrySection
 from config.settings import Settings, apply_environment, shown
-from finetuning import artifacts, child, resume
+from finetuning import aliases, artifacts, child, resume
 from finetuning.errors import Failure
 from finetuning.export import PROVENANCE
 from finetuning.packaging import CHAT_TASK, package_model
 from finetuning.registry import is_unity_catalog, register_version
+
+LINEAGE = (
+    *("base_model", "base_model_version", "license", "dataset", "dataset_version", "recipe", "num_steps", "num_tokens"),
+    *("total_flos", "gpu_hours", "eval_loss", "training", "checkpoint", "flow_run_url"),
+)
+"""Of `finetune.json`."""
+LONGEST_TAG = 900
+"""Unity Catalog takes 1000 characters."""
 
 
 class Job(BaseModel):
@@ -69,9 +79,20 @@ def register(job: Job) -> Any:
             fingerprint=manifest["fingerprint"],
             tracking_uri=settings.tracking_uri,
             registry_uri=settings.registry_uri,
-            tags={"base_model": provenance["base_model"], "dataset": provenance["dataset"]},
+            tags=lineage_tags(provenance),
             description=f"{provenance['base_model']}, fully fine-tuned on {provenance['dataset']}.",
         )
+
+
+def lineage_tags(provenance: dict[str, Any]) -> dict[str, str]:
+    """What a version says of its making; keys and lengths are those that Unity Catalog takes."""
+    settings = provenance["config"]
+    values = {
+        **{name: provenance[name] for name in LINEAGE},
+        "seed": settings["training"]["seed"],
+        "libraries": ", ".join(f"{name} {version}" for name, version in provenance["libraries"].items()),
+    }
+    return {name: str(value)[:LONGEST_TAG] for name, value in values.items() if value not in (None, "")}
 
 
 def metadata(provenance: dict[str, Any]) -> dict[str, str]:
@@ -126,5 +147,7 @@ def by_hand(arguments: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1].endswith(".json"):
         child.main(run)
+    elif sys.argv[1:] and sys.argv[1] in aliases.DO:
+        aliases.main(sys.argv[1:])
     else:
         by_hand(sys.argv[1:])

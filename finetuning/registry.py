@@ -1,29 +1,23 @@
-"""One READY model version per fingerprint, in Unity Catalog or on an MLflow server, after any number of tries.
-
-Three kinds of registry: `databricks-uc[://profile]`, `uc:<url>` (the open-source server: no tags, no aliases) and
-MLflow's own (sqlite, http). Each is found out by trying it; what they do not tell is said where it matters.
-"""
+"""One READY model version per fingerprint, in Unity Catalog or on an MLflow server, after any number of tries."""
 
 import contextlib
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from config.settings import shown
 from finetuning.bounded import within
-from finetuning.errors import Failure, Kind
+from finetuning.errors import Failure
+from finetuning.versions import FINGERPRINT_TAG, ModelVersion, Registry, explained, is_unity_catalog, join_comment
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-FINGERPRINT_TAG = "finetune.fingerprint"
-"""A tag of the version; with `uc:`, which has no tags, the last line of its description."""
-ANSWER_SECONDS = 90
-"""What a registry may take for its first answer. The databricks SDK alone would try a dead host for 7.5 minutes."""
-NETWORK_DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4", "MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": "60"}
-"""Half a minute of retries instead of four, a minute instead of eight: the step as a whole is tried again anyway."""
+__all__ = ["ModelVersion", "RegisteredVersion", "Registry", "check_name", "check_registry", "is_unity_catalog"]
+__all__ += ["register_version"]
+
+UPLOAD_SECONDS = 600
+"""What an upload may take, and a second more for each megabyte: MLflow sets no limit to some of its requests."""
 
 
 class RegisteredVersion(NamedTuple):
@@ -33,11 +27,6 @@ class RegisteredVersion(NamedTuple):
     version: str
     uri: str
     created: bool
-
-
-def is_unity_catalog(registry_uri: str) -> bool:
-    """Return whether the registry is a Unity Catalog, of Databricks or the open-source server."""
-    return registry_uri.partition(":")[0] in ("databricks-uc", "uc")
 
 
 def check_name(name: str) -> None:
@@ -61,12 +50,7 @@ def check_registry(name: str, registry_uri: str, tracking_uri: str | None = None
         remedy = "an MLflow server registers only models logged to itself (mlflow#18194): set both URIs to it"
         message = f"registry {shown(registry_uri)}, but tracking {shown(tracking_uri)}: {remedy}"
         raise Failure("configuration", message)
-    with _explained(name, registry_uri):
-        from mlflow.tracking._model_registry.client import ModelRegistryClient
-
-        # MlflowClient would open a tracking store, too: without a URI that is a database in the working directory.
-        client = ModelRegistryClient(registry_uri, tracking_uri=registry_uri)
-        within(ANSWER_SECONDS, lambda: _ensure_registered_model(client, name))
+    Registry(registry_uri).ensure_model(name)
 
 
 def register_version(
@@ -91,29 +75,36 @@ def register_version(
     if not (package / "MLmodel").is_file():
         raise Failure("bug", f"{package} is no MLflow package: it has no file MLmodel")
     check_registry(name, registry_uri, tracking_uri)
-    tags = {**tags, FINGERPRINT_TAG: fingerprint}
-    with _explained(name, registry_uri):
-        import mlflow
-
-        mlflow.set_tracking_uri(tracking_uri)
-        mlflow.set_registry_uri(registry_uri)
-        client = mlflow.MlflowClient()
-        number = _ready_version(client, name, fingerprint)
-        if created := number is None:
-            try:
-                _create_version(client, package.resolve(), name, run_id, tags, description)
-            except Exception:
-                with contextlib.suppress(Exception):  # what cannot be deleted now, the next try deletes
-                    _ready_version(client, name, fingerprint)
+    tags, registry = {**tags, FINGERPRINT_TAG: fingerprint}, Registry(registry_uri, tracking_uri)
+    number = _ready_version(registry, name, fingerprint)
+    if created := number is None:
+        size = sum(path.stat().st_size for path in package.rglob("*") if path.is_file())
+        try:
+            with explained(name, registry_uri):
+                seconds = UPLOAD_SECONDS + size / 1e6
+                within(seconds, lambda: _create_version(registry, package.resolve(), name, run_id, tags, description))
+        except Failure:
+            with contextlib.suppress(Failure):  # what cannot be deleted now, the next try deletes
+                number = _ready_version(registry, name, fingerprint)  # READY when only the last answer was lost
+            if number is None:
                 raise
-            number = _ready_version(client, name, fingerprint)
+        number = number or _ready_version(registry, name, fingerprint)
     if number is None:
         raise Failure("transient", f"registry {shown(registry_uri)}: the new version of {name} did not become READY")
     return RegisteredVersion(name, number, f"models:/{name}/{number}", created)
 
 
+def _ready_version(registry: Registry, name: str, fingerprint: str) -> str | None:
+    """Return the newest READY version that carries `fingerprint`, and delete those that are not READY."""
+    own = [version for version in registry.versions(name) if version.fingerprint == fingerprint]
+    for version in own:
+        if version.status != "READY":
+            registry.delete(name, version.number)
+    return next((version.number for version in own if version.status == "READY"), None)
+
+
 def _create_version(
-    client: "MlflowClient", package: Path, name: str, run_id: str, tags: dict[str, str], description: str
+    registry: Registry, package: Path, name: str, run_id: str | None, tags: dict[str, str], description: str
 ) -> None:
     """Make the version, upload, mark it READY.
 
@@ -123,11 +114,12 @@ def _create_version(
     """
     import mlflow
 
-    registry_uri = mlflow.get_registry_uri()
-    if registry_uri.startswith("uc:"):
-        description = f"{description}\n\n{_fingerprint_line(tags[FINGERPRINT_TAG])}"
-    if is_unity_catalog(registry_uri):
-        client.create_model_version(name, str(package), run_id=run_id, tags=tags, description=description)
+    mlflow.set_tracking_uri(registry.tracking_uri)
+    mlflow.set_registry_uri(registry.uri)
+    client = mlflow.MlflowClient()
+    if is_unity_catalog(registry.uri):
+        comment = description if registry.has_aliases else join_comment(description, tags)
+        client.create_model_version(name, str(package), run_id=run_id, tags=registry.tags(tags), description=comment)
     else:
         model_id = _logged_model(client, package, name, run_id, tags)
         version = mlflow.register_model(f"models:/{model_id}", name, tags=tags)
@@ -152,63 +144,3 @@ def _logged_model(client: "MlflowClient", package: Path, name: str, run_id: str,
         client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
         client.finalize_logged_model(model.model_id, "READY")
     return model.model_id
-
-
-def _fingerprint_line(fingerprint: str) -> str:
-    return f"{FINGERPRINT_TAG}: {fingerprint}"
-
-
-def _ready_version(client: "MlflowClient", name: str, fingerprint: str) -> str | None:
-    """Return the newest READY version that carries `fingerprint`, and delete those that are not READY."""
-    import mlflow
-    from mlflow.entities.model_registry import ModelVersionSearch
-
-    ready = []
-    for version in mlflow.search_model_versions(filter_string=f"name = '{name}'"):
-        if isinstance(version, ModelVersionSearch):  # a hit of a Unity Catalog, whose tags cannot be read
-            version = client.get_model_version(name, str(version.version))
-        described = _fingerprint_line(fingerprint) in (version.description or "").splitlines()
-        if not described and version.tags.get(FINGERPRINT_TAG) != fingerprint:
-            continue
-        if version.status == "READY":
-            ready.append(int(version.version))
-        else:
-            client.delete_model_version(name, str(version.version))
-    return str(max(ready)) if ready else None
-
-
-def _ensure_registered_model(client: Any, name: str) -> None:
-    """Ask before creating: who may add versions to a model need not have the right to make models."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        client.get_registered_model(name)
-    except MlflowException as error:
-        if not re.search("DOES_NOT_EXIST|NOT_FOUND", f"{error.error_code} {error}"):
-            raise
-        client.create_registered_model(name)
-
-
-@contextlib.contextmanager
-def _explained(name: str, registry_uri: str) -> Iterator[None]:
-    """Turn any error (every artifact store raises its own kind) into one that says what to do."""
-    for variable, value in NETWORK_DEFAULTS.items():
-        os.environ.setdefault(variable, value)
-    try:
-        yield
-    except Exception as error:
-        kind, message = _kind(error), f"registry {registry_uri}, model {name}: {error}"
-        if kind != "transient" and is_unity_catalog(registry_uri):
-            catalog, schema = name.split(".")[0], name.rpartition(".")[0]
-            rights = {"USE CATALOG": catalog, "USE SCHEMA": schema, "CREATE MODEL": schema}
-            named = [right for right in rights if right in str(error).upper().replace("_", " ")] or list(rights)
-            message += "; this must exist and you need " + ", ".join(f"{right} on {rights[right]}" for right in named)
-        raise Failure(kind, shown(" ".join(message.split()))) from error
-
-
-def _kind(error: Exception) -> Kind:
-    """Everything but a refusal may pass at the next try. Codes that MLflow does not know are only in the answer."""
-    code = getattr(error, "json", {}).get("error_code") or getattr(error, "error_code", "")
-    if re.search("PERMISSION_DENIED|UNAUTHENTICATED|UNAUTHORIZED|credential configuration", f"{code} {error}"):
-        return "authentication"
-    return "configuration" if re.search("DOES_NOT_EXIST|NOT_FOUND|INVALID|BAD_REQUEST", str(code)) else "transient"

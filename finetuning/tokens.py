@@ -1,15 +1,17 @@
 """Tokenise a prepared dataset with the template that will be saved and served, and account for every token.
 
 The artifact holds `train.arrow` and `test.arrow` (`input_ids`, `labels`: -100 where nothing is trained; after packing
-also `seq_lengths`), as training reads them, `report.json`, and `report.html` with the first conversations.
+also `seq_lengths`), as training reads them, `report.json`, and `report.html` with the first conversations. Of the test
+split it has the half that chooses the checkpoint, see `finetuning.halves`; the other half is in the report as `gate`.
 Program: `python -m finetuning.tokens JOB.json`, see `Job`.
 """
 
 import json
 import logging
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +21,7 @@ from config.sections import DatasetSection, TrainingSection
 from finetuning import artifacts, child
 from finetuning.chat import Renderer, reasoning_left_out, turn_end_is_trained
 from finetuning.errors import Failure
+from finetuning.halves import gate_rows
 from finetuning.lengths import Account, Pulse, split_turns
 from finetuning.preview import Part, page, parts
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-TOKENS_VERSION = 1
+TOKENS_VERSION = 2
 """Part of every fingerprint of tokens: raise it when the same rows and model give other tokens or labels."""
 
 IGNORED = -100
@@ -77,21 +80,29 @@ def prepare(job: Job, output: Path) -> dict[str, Any]:
     encoder = Encoder(tokenizer, job.section, job.training)
     report: dict[str, Any] = {"max_length": job.training.max_length}
     previews: list[list[Part]] = []
-    for split in ("train", "test"):
-        account = Account(split, job.training.max_length)
+    is_gate = gate_rows(job.dataset / "test.jsonl")
+    parts_of = {"train": ("train", None), "test": ("test", [not gate for gate in is_gate]), "gate": ("test", is_gate)}
+    for part, (split, chosen) in parts_of.items():
+        if chosen is not None and not any(chosen):
+            continue
+        account = Account(part, job.training.max_length)
         with (job.dataset / f"{split}.jsonl").open() as lines:
-            encoded = encoder.encode(map(json.loads, lines), account)
+            rows = map(json.loads, lines if chosen is None else compress(lines, chosen))
+            encoded = encoder.encode(rows, account)
             shown = list(islice(encoded, PREVIEWED_ROWS))
-            write(output / f"{split}.arrow", chain(shown, encoded))
-        previews += [parts(tokenizer, row) for row in shown] if split == "train" else []
+            if part == "gate":
+                deque(encoded, maxlen=0)
+            else:
+                write(output / f"{part}.arrow", chain(shown, encoded))
+        previews += [parts(tokenizer, row) for row in shown] if part == "train" else []
         account.check(job.section)
-        report[split] = account.report()
-        if job.training.packing:
-            report[split]["packed_sequences"] = pack(output / f"{split}.arrow", job.training)
+        report[part] = account.report()
+        if job.training.packing and part != "gate":
+            report[part]["packed_sequences"] = pack(output / f"{part}.arrow", job.training)
     artifacts.write_json(output / REPORT, report)
     (output / PAGE).write_text(page(report, previews), encoding="utf-8")
-    for split in ("train", "test"):
-        for line in describe(split, report[split], job.training):
+    for part in [part for part in parts_of if part in report]:
+        for line in describe(part, report[part], job.training):
             logger.info("%s", line)
     return {"dataset": str(job.dataset), "model": str(job.model), "num_tokens": report["train"]["tokens"]["kept"]}
 
@@ -154,7 +165,7 @@ class Encoder:
         ValueError, and nothing is counted."""
         rendered = [self._render(row, account) for row in rows]
         texts = [one.text for one in rendered if one]
-        encodings = iter(self.tokenizer(texts, add_special_tokens=False).encodings if texts else [])
+        encodings = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False).encodings if texts else [])
         return [one and Encoded(*self._labelled(next(encodings), one.trained)) for one in rendered]
 
     def _render(self, row: dict[str, Any], account: Account | None) -> Any:
@@ -190,7 +201,8 @@ class Encoder:
         return encoding.ids, labels.tolist()
 
     def _length(self, row: dict[str, Any]) -> int:
-        return len(self.tokenizer(self.renderer.trained(row).text, add_special_tokens=False)["input_ids"])
+        text = self.renderer.trained(row).text
+        return len(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def write(path: Path, rows: Iterable[Encoded]) -> None:

@@ -206,6 +206,8 @@ def sft_config(config: Config, output_dir: Path) -> "SFTConfig":
 
 def _result(job: Job, seconds: float) -> dict[str, Any]:
     """What the training came to, as its last checkpoint has it. Raises Failure when no checkpoint is the best."""
+    import torch
+
     training, directory = job.config.training, job.output / "checkpoints"
     last = directory / f"checkpoint-{training.max_steps}"
     state = artifacts.read_json(last / "trainer_state.json")
@@ -218,6 +220,8 @@ def _result(job: Job, seconds: float) -> dict[str, Any]:
         "checkpoint": Path(best).name if training.load_best_model_at_end else last.name,
         "num_steps": state["global_step"],
         "num_tokens": state["num_input_tokens_seen"],
+        "total_flos": state["total_flos"],
+        "num_gpus": torch.cuda.device_count(),
         "eval_loss": min(evaluations, default=None),
         "train_seconds": round(seconds, 1),
         "log_history": state["log_history"],

@@ -9,17 +9,19 @@ from prefect.states import Completed, State
 from config.sections import (
     DatasetSection,
     EvaluationSection,
+    GateSection,
     ModelSection,
     RegistrySection,
     RunSection,
     TrainingSection,
 )
-from tasks.checkpoint import save_checkpoint
+from tasks.checkpoint import publish, save_checkpoint
 from tasks.configuration import resolve_configuration
 from tasks.data import load_and_split
 from tasks.evaluation import evaluate
 from tasks.model import prepare_model
 from tasks.preflight import preflight
+from tasks.promotion import prove_and_promote
 from tasks.registration import register
 from tasks.report import summary
 from tasks.tokens import tokenize
@@ -33,10 +35,13 @@ def finetune(
     training: TrainingSection = TrainingSection(),
     registry: RegistrySection = RegistrySection(),
     evaluation: EvaluationSection = EvaluationSection(),
+    gate: GateSection = GateSection(),
     run: RunSection = RunSection(),
 ) -> State:
-    """Fine-tune a chat model on conversations and register it as a new model version."""
-    given = dict(model=model, dataset=dataset, training=training, registry=registry, evaluation=evaluation, run=run)
+    """Fine-tune a chat model on conversations, register it as a new model version, promote it when it is better."""
+    given = dict(
+        model=model, dataset=dataset, training=training, registry=registry, evaluation=evaluation, gate=gate, run=run
+    )
     resolved = resolve_configuration({name: section.model_dump(exclude_unset=True) for name, section in given.items()})
     config = resolved.config
 
@@ -46,9 +51,11 @@ def finetune(
     tokens = tokenize(config, data, base)
     trained = train(resolved, data, base, tokens)
     model_directory = save_checkpoint(resolved, inputs, base, trained)
-    scores = evaluate(config, data, base, model_directory)
+    found = evaluate(config, data, base, model_directory)
+    published = publish(resolved, model_directory, found)
     version = register(config, model_directory)
-    return Completed(message=summary(config, trained, model_directory.published, scores, version))
+    verdict = prove_and_promote(config, data, base, trained, model_directory, found, version)
+    return Completed(message=summary(config, trained, published, found, version, verdict))
 
 
 if __name__ == "__main__":

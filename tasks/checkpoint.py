@@ -1,32 +1,28 @@
-"""Save the chosen checkpoint as a model directory and copy it to the volume."""
+"""Save the chosen checkpoint as a model directory, and publish that."""
 
 from pathlib import Path
+from typing import Any
 
-from prefect import get_run_logger, task
+from prefect import get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
+from prefect.settings import PREFECT_UI_URL
 
 from config.recipes import Resolved
 from config.settings import Settings
-from finetuning.export import export_fingerprint, publish
+from finetuning.export import export_fingerprint
 from finetuning.launcher import run_step
+from finetuning.lineage import libraries
 from tasks.common import RETRIED
+from tasks.evaluation import Evaluation
 from tasks.model import ModelReference
 from tasks.preflight import Inputs
 from tasks.references import Reference
 from tasks.training import Training
 
 
-class ModelDirectory(Reference):
-    """A complete model directory."""
-
-    published: Path
-    """Its copy in the volume."""
-
-
 @task(cache_policy=NO_CACHE, **RETRIED)
-def save_checkpoint(resolved: Resolved, inputs: Inputs, model: ModelReference, training: Training) -> ModelDirectory:
-    """The model directory of a finished training, also copied to
-    `{volume_root}/{catalog}/{schema}/{volume}/{model_name}/{fingerprint}`."""
+def save_checkpoint(resolved: Resolved, inputs: Inputs, model: ModelReference, training: Training) -> Reference:
+    """The model directory of a finished training."""
     identity = export_fingerprint(training.fingerprint, training.checkpoint)
     output = Settings().storage_root / "model-directories" / identity
     job = {
@@ -37,10 +33,18 @@ def save_checkpoint(resolved: Resolved, inputs: Inputs, model: ModelReference, t
         "provenance": _provenance(resolved, inputs, model, training),
     }
     run_step("export", job, get_run_logger())
-    target = volume_path(resolved) / identity
-    publish(output, target)
+    return Reference(path=output)
+
+
+@task(cache_policy=NO_CACHE, **RETRIED)
+def publish(resolved: Resolved, model_directory: Reference, evaluation: Evaluation) -> Path:
+    """Give the model directory its card and copy it to
+    `{volume_root}/{catalog}/{schema}/{volume}/{model_name}/{fingerprint}`."""
+    target = volume_path(resolved) / model_directory.fingerprint
+    job = {"model_directory": str(model_directory.path), "target": str(target), "evaluation": evaluation.model_dump()}
+    run_step("publish", job, get_run_logger())
     get_run_logger().info("model directory: %s", target)
-    return ModelDirectory(path=output, published=target)
+    return target
 
 
 def volume_path(resolved: Resolved) -> Path:
@@ -48,7 +52,7 @@ def volume_path(resolved: Resolved) -> Path:
     return Settings().volumes / names.catalog / names.schema / names.volume / names.model_name
 
 
-def _provenance(resolved: Resolved, inputs: Inputs, model: ModelReference, training: Training) -> dict:
+def _provenance(resolved: Resolved, inputs: Inputs, model: ModelReference, training: Training) -> dict[str, Any]:
     """What `finetune.json` in the model directory says."""
     return {
         "base_model": resolved.config.model.name,
@@ -60,7 +64,20 @@ def _provenance(resolved: Resolved, inputs: Inputs, model: ModelReference, train
         "training": training.fingerprint,
         "checkpoint": training.checkpoint,
         "eval_loss": training.eval_loss,
+        "num_steps": training.num_steps,
+        "num_tokens": training.num_tokens,
+        "total_flos": training.total_flos,
+        "gpu_hours": training.num_gpus * training.train_seconds / 3600,
+        "license": model.facts.get("license", "unknown"),
+        "libraries": libraries(),
+        "recipe": _recipe(resolved),
+        "flow_run_url": runtime.flow_run.ui_url if PREFECT_UI_URL.value() else None,
         "mlflow_run_id": training.mlflow_run_id,
         "config": resolved.config.model_dump(),
         "origins": resolved.origins,
     }
+
+
+def _recipe(resolved: Resolved) -> str | None:
+    names = {origin.removeprefix("recipe ") for origin in resolved.origins.values() if origin.startswith("recipe ")}
+    return next(iter(names), None)

@@ -1,47 +1,60 @@
-"""Ask the base model and the result the same held-out questions."""
+"""Put base model, champion and result to the same held-out rows."""
 
+from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
+from pydantic import BaseModel
 
 from config.sections import Config
 from config.settings import Settings
-from finetuning.artifacts import fingerprint, read_json
-from finetuning.evaluate import ANSWERS, EVALUATION_VERSION
+from finetuning.artifacts import read_json
+from finetuning.evaluate import ANSWERS, BASE, CANDIDATE
 from finetuning.launcher import run_step
 from tasks.common import RETRIED, artifact_key
 from tasks.model import ModelReference
 from tasks.references import Reference
 
-Scores = dict[str, dict[str, Any]]
+
+class Evaluation(BaseModel):
+    """What `finetuning.evaluate` found."""
+
+    scores: dict[str, dict[str, Any]]
+    artifacts: dict[str, str]
+    champion: str | None
+    problem: str | None
 
 
 @task(cache_policy=NO_CACHE, **RETRIED)
-def evaluate(config: Config, dataset: Reference, model: ModelReference, result: Reference) -> Scores:
-    """`before` and `after` -> {num_rows, exact_match, stopped}; empty when the recipe asks no questions."""
-    section = config.evaluation
-    if not section.exact_match_rows:
-        return {}
-    asked = {"rows": dataset.fingerprint, **section.model_dump(), "version": EVALUATION_VERSION}
-    root = Settings().storage_root / "evaluations"
+def evaluate(config: Config, dataset: Reference, model: ModelReference, result: Reference) -> Evaluation:
+    """Losses and answers of `base`, `champion` (if there is one) and `candidate`."""
     models = {
-        "before": (model.base, model.path, root / fingerprint(model=model.fingerprint, **asked)),
-        "after": (result.path, result.path, root / fingerprint(model=result.fingerprint, **asked)),
+        BASE: {"fingerprint": model.fingerprint, "weights": str(model.base), "prepared": str(model.path)},
+        CANDIDATE: {"fingerprint": result.fingerprint, "weights": str(result.path), "prepared": str(result.path)},
     }
     job = {
-        "models": {name: [str(path) for path in paths] for name, paths in models.items()},
+        "models": models,
+        "registered_model_name": config.registry.registered_model_name,
+        "evaluations": str(Settings().storage_root / "evaluations"),
         "rows": str(dataset.path / "test.jsonl"),
-        "num_rows": section.exact_match_rows,
-        "max_new_tokens": section.max_new_tokens,
+        "rows_fingerprint": dataset.fingerprint,
+        "section": config.evaluation.model_dump(),
+        "training": config.training.model_dump(),
         "trust_remote_code": config.model.trust_remote_code,
     }
-    scores = run_step("evaluate", job, get_run_logger())
-    before, after = (read_json(models[name][2] / ANSWERS) for name in ("before", "after"))
-    rows = [
-        {"question": b["question"], "reference": b["reference"], "before": b["answer"], "after": a["answer"]}
-        for b, a in zip(before[:20], after[:20], strict=True)
-    ]
-    create_table_artifact(rows, key=artifact_key("answers", config.registry.model_name))
-    return scores
+    found = Evaluation(**run_step("evaluate", job, get_run_logger()))
+    _show(found, config)
+    return found
+
+
+def _show(found: Evaluation, config: Config) -> None:
+    answers = {name: read_json(Path(path) / ANSWERS)[:20] for name, path in found.artifacts.items()}
+    if answers.get(CANDIDATE):
+        rows = [
+            {"question": each[0]["question"], "reference": each[0]["reference"]}
+            | {name: one["answer"] for name, one in zip(answers, each, strict=True)}
+            for each in zip(*answers.values(), strict=True)
+        ]
+        create_table_artifact(rows, key=artifact_key("answers", config.registry.model_name))

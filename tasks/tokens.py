@@ -8,6 +8,7 @@ from prefect.artifacts import create_table_artifact
 from config.sections import Config
 from config.settings import Settings
 from finetuning.artifacts import fingerprint, read_json
+from finetuning.halves import HALVES_VERSION
 from finetuning.launcher import run_step
 from finetuning.tokens import REPORT, TOKENS_VERSION
 from tasks.common import CACHED, RETRIED, artifact_key
@@ -18,7 +19,7 @@ from tasks.references import Reference
 def tokens_fingerprint(config: Config, dataset: Reference, model: ModelReference) -> str:
     training = config.training
     return fingerprint(
-        version=TOKENS_VERSION,
+        version=[TOKENS_VERSION, HALVES_VERSION],
         dataset=dataset.fingerprint,
         model=model.fingerprint,
         max_length=training.max_length,

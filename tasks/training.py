@@ -37,7 +37,12 @@ class Training(BaseModel):
     """None when the tracking server was away from before the training until after it."""
     eval_loss: float | None
     num_steps: int
+    num_tokens: int = 0
+    total_flos: float = 0
+    """Floating-point operations, as the Trainer estimates them."""
+    num_gpus: int = 0
     train_seconds: float
+    """Of the try that came to the end."""
 
     @property
     def checkpoint_path(self) -> Path:

@@ -43,10 +43,10 @@ def clean_environment(place: Place) -> dict[str, str]:
 
 
 def test_it_learns(smoke: Run) -> None:
-    shares = re.findall(r"held-out questions answered exactly, (\w+) training: \d+ of \d+ \((\d+)%\)", smoke.output)
-    found = {when: int(share) for when, share in shares}
-    assert found["before"] == 0
-    assert found["after"] > 90
+    shares = re.findall(r"^(base|candidate): .*questions answered exactly: \d+ \((\d+)%\)", smoke.output, re.MULTILINE)
+    found = {model: int(share) for model, share in shares}
+    assert found["base"] == 0
+    assert found["candidate"] > 90
     stopped = re.findall(r"end by themselves: (\d+)%", smoke.output)
     assert int(stopped[-1]) > 90
 
@@ -54,6 +54,8 @@ def test_it_learns(smoke: Run) -> None:
 def test_the_output_is_for_people(smoke: Run) -> None:
     assert "Traceback" not in smoke.output
     assert "registered as main.default.smoke version 1" in smoke.output
+    verdict = r"^verdict: champion: loss [\d.]+ against [\d.]+ of the base model on \d+ rows"
+    assert re.search(verdict, smoke.output, flags=re.MULTILINE)
     assert re.search(r"step \d+ of \d+ .*loss .*tokens/s .*s to go", smoke.output)
     assert "training.max_length = 256  (recipe smoke)" in smoke.output
 
@@ -61,7 +63,7 @@ def test_the_output_is_for_people(smoke: Run) -> None:
 def test_these_folders_and_no_others(smoke: Run) -> None:
     assert {path.name for path in smoke.root.iterdir()} <= {
         "cache", "datasets", "evaluations", "huggingface", "mlflow", "model-directories", "models", "prefect",
-        "prefect-results", "runs", "tmp", "tokens", "trainings", "volumes",
+        "prefect-results", "registrations", "runs", "tmp", "tokens", "trainings", "volumes",
     }  # fmt: skip
     assert not list(smoke.place.home.iterdir()), "something was written to the home folder"
     assert not [path for path in (smoke.root / "tmp").iterdir() if path.is_dir() and any(path.iterdir())]
@@ -76,8 +78,8 @@ def test_the_model_directory_is_complete_and_published(smoke: Run) -> None:
     assert read_manifest(published) == read_manifest(directory)
     assert damaged_files(published) == []
     assert {path.name for path in published.iterdir()} == {
-        "chat_template.jinja", "config.json", "finetune.json", "generation_config.json", "manifest.json",
-        "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "README.md", "chat_template.jinja", "config.json", "curves.png", "finetune.json",
+        "generation_config.json", "manifest.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     provenance = read_json(published / "finetune.json")
     assert provenance["config"]["training"]["max_length"] == 256
@@ -140,6 +142,34 @@ print("METADATA", json.dumps(model.metadata.metadata))
     assert metadata["databricks_model_size_parameters"].endswith("k")
 
 
+def test_the_version_is_proven_and_is_the_champion(smoke: Run) -> None:
+    client = mlflow_client(smoke)
+    version = client.get_model_version_by_alias("main.default.smoke", "champion")
+    assert version.tags["finetune_proof"].startswith("passed ")
+    assert version.tags["finetune_verdict"].startswith("champion: loss ")
+    assert version.tags["dataset_version"] == read_json(smoke.only("runs/*"))["inputs"]["dataset"]["version"]
+    assert version.tags["recipe"] == "smoke"
+    assert {"libraries", "seed", "num_tokens", "total_flos", "gpu_hours", "license"} <= set(version.tags)
+    assert not any(re.search(r"[.,=/:-]", key) for key in version.tags), "Unity Catalog refuses such keys"
+    run = client.get_run(version.run_id)
+    proof = json.loads(client_text(client, run.info.run_id, "proof.json"))
+    assert len(proof["answers"]) == 4
+    assert any(answer["stopped"] for answer in proof["answers"])
+    assert abs(proof["loss_minus_trained_weights"]) < 0.05
+    assert all(answer["answer"] for answer in proof["pyfunc"])
+
+
+def test_the_card_says_what_it_is(smoke: Run) -> None:
+    from huggingface_hub import ModelCard
+
+    card = ModelCard.load(smoke.only("model-directories/*") / "README.md")
+    assert card.data.base_model == "samples/model"
+    assert card.data.license == "apache-2.0"
+    assert "| Recipe | smoke |" in card.text
+    assert "| Answers equal to the reference | 0% | 100% |" in card.text
+    assert "curves.png" in card.text
+
+
 def test_again_it_makes_nothing_new(smoke: Run) -> None:
     before = snapshot(smoke.root)
     result = run_module("flows.finetune", "smoke", **smoke.place.environment, **clean_environment(smoke.place))
@@ -186,6 +216,10 @@ def snapshot(root: Path) -> dict[str, int]:
     folders = ("datasets", "models", "tokens", "model-directories", "evaluations", "volumes", "trainings/*/checkpoints")
     files = (path for folder in folders for top in root.glob(folder) for path in top.rglob("*") if path.is_file())
     return {str(path): path.stat().st_mtime_ns for path in files if not path.name.endswith(".lock")}
+
+
+def client_text(client, run_id: str, path: str) -> str:
+    return Path(client.download_artifacts(run_id, path)).read_text()
 
 
 def tracking_uri(run: Run) -> str:

@@ -13,6 +13,7 @@ from finetuning.artifacts import MANIFEST, produce, read_json, read_manifest, wr
 from finetuning.errors import Failure
 from finetuning.inputs import identify
 from finetuning.model import TURN_END, load_chat_model, prepare
+from finetuning.publish import publish
 from finetuning.register import size_name
 from tests.conftest import PROJECT
 from tests.tiny import without_template
@@ -132,15 +133,15 @@ def test_a_published_copy_is_whole_or_has_no_manifest(sample: Path, tmp_path: Pa
     prepared(sample, tmp_path / "prepared")
     exported(sample, tmp_path / "prepared", tmp_path / "fp")
     target = tmp_path / "volume" / "fp"
-    export.publish(tmp_path / "fp", target)
+    publish(tmp_path / "fp", target)
     assert read_manifest(target) == read_manifest(tmp_path / "fp")
     (target / "config.json").unlink()
     assert read_manifest(target) is None
-    export.publish(tmp_path / "fp", target)
+    publish(tmp_path / "fp", target)
     assert read_manifest(target) == read_manifest(tmp_path / "fp")
     (tmp_path / "file").write_text("")
     with pytest.raises(Failure, match=r"could not be copied to .*It is whole at .*set FINETUNE_VOLUME_ROOT"):
-        export.publish(tmp_path / "fp", tmp_path / "file" / "fp")
+        publish(tmp_path / "fp", tmp_path / "file" / "fp")
 
 
 def test_golden_output(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,6 +22,7 @@ METADATA = {
     "databricks_model_family": "Qwen3ForCausalLM",
     "databricks_model_size_parameters": "4b",
 }
+TIED = "tie_word_embeddings"
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -34,7 +38,7 @@ for package in sys.argv[1:]:
 """
 
 
-def make_model_directory(directory: Path, max_shard_size: str) -> Path:
+def make_model_directory(directory: Path, max_shard_size: str, tied: bool = True) -> Path:
     """A random Qwen3 model of 470 KB in bfloat16, complete, as training leaves it."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -58,7 +62,7 @@ def make_model_directory(directory: Path, max_shard_size: str) -> Path:
         num_key_value_heads=2,
         head_dim=24,
         max_position_embeddings=256,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
@@ -111,17 +115,50 @@ def test_files_are_readable_for_everybody(folder: Path) -> None:
     assert modes == {0o644}
 
 
-def test_requirements_can_be_installed(folder: Path) -> None:
+def test_requirements_are_pinned_without_build_labels(folder: Path) -> None:
     from importlib.metadata import version
 
     package = folder / "packages" / "whole"
-    requirements = (package / "requirements.txt").read_text().split()
+    requirements = (package / "requirements.txt").read_text().splitlines()
+    assert all(re.fullmatch(r"[a-z0-9_.-]+==[0-9a-z.]+", line) for line in requirements), requirements
     assert f"torch=={version('torch').partition('+')[0]}" in requirements
     assert {line.partition("==")[0] for line in requirements} >= {"mlflow", "transformers", "accelerate", "jinja2"}
-    for name in ("requirements.txt", "conda.yaml"):
-        text = (package / name).read_text()
-        assert "+" not in text
-        assert "torchvision" not in text
+    assert yaml.safe_load((package / "conda.yaml").read_text())["dependencies"][-1]["pip"] == requirements
+    assert "torchvision" not in " ".join(requirements)
+
+
+def test_requirements_can_be_installed(folder: Path, tmp_path: Path) -> None:
+    """As whoever builds a serving image does it: a fresh environment, each requirement found by its plain name."""
+    requirements = folder / "packages" / "whole" / "requirements.txt"
+    venv.create(tmp_path / "venv")
+    pip = [sys.executable, "-m", "pip", "--python", str(tmp_path / "venv" / "bin" / "python")]
+    pip += ["install", "--dry-run", "--no-deps", "--retries", "1", "--timeout", "15", "-r", str(requirements)]
+    result = subprocess.run(pip, text=True, capture_output=True, timeout=600)
+    text = result.stdout + result.stderr
+    if result.returncode and re.search("NewConnectionError|ConnectTimeout|NameResolutionError|ProxyError", text):
+        pytest.skip("no package index can be reached")
+    assert result.returncode == 0, text
+    would_install = text.rpartition("Would install ")[2]
+    for line in requirements.read_text().split():
+        name, _, version = line.partition("==")
+        assert re.search(rf"\b{name}-{re.escape(version)}", would_install, re.IGNORECASE), line
+
+
+def test_neither_a_log_by_path_nor_torchvision_has_part_in_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways of MLflow that failed: `log_model(<path>)` and requirements that it finds by itself."""
+    import mlflow
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("MLflow's own packaging was called")
+
+    for name in ("save_model", "log_model", "get_default_pip_requirements"):
+        monkeypatch.setattr(mlflow.transformers, name, fail)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    package = package_model(folder / "whole", tmp_path / "package", task=CHAT_TASK, metadata=METADATA)
+    [answer] = mlflow.pyfunc.load_model(str(package)).predict({"messages": [{"role": "user", "content": "Blue?"}]})
+    assert answer["choices"]
 
 
 def test_mlmodel_tells_what_a_registry_asks(folder: Path) -> None:
@@ -152,6 +189,30 @@ def test_an_incomplete_model_directory_is_refused(folder: Path, tmp_path: Path, 
         package_model(directory, tmp_path / "package", task=CHAT_TASK, metadata=METADATA)
     assert f"the model directory {directory} lacks: {said}" in failure.value.message
     assert not (tmp_path / "package").exists()
+
+
+@pytest.mark.parametrize("name", ["whole", "sharded"])
+@pytest.mark.parametrize("said", [False, None])
+def test_an_output_layer_that_is_nowhere_is_refused(folder: Path, tmp_path: Path, name: str, said: bool | None) -> None:
+    """Both models are tied. A Qwen3 whose config.json does not say so is not: transformers draws a random layer."""
+    directory = shutil.copytree(folder / name, tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    assert config.pop(TIED) is True
+    (directory / "config.json").write_text(json.dumps(config if said is None else config | {TIED: said}))
+    with pytest.raises(Failure, match=r"has no tensor lm_head\.weight, and its config\.json does not say"):
+        package_model(directory, tmp_path / "package", task=CHAT_TASK, metadata=METADATA)
+
+
+@pytest.mark.parametrize("max_shard_size", ["2GB", "200KB"])
+def test_an_output_layer_of_its_own_is_in_the_package(tmp_path: Path, max_shard_size: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = make_model_directory(tmp_path / "model", max_shard_size, tied=False)
+    package = package_model(directory, tmp_path / "package", task=CHAT_TASK, metadata=METADATA)
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (directory, package / "model")]
+    heads = [model.lm_head.weight for model in models]
+    assert heads[0].equal(heads[1])
+    assert not heads[0].equal(models[0].model.embed_tokens.weight)
 
 
 def test_a_template_inside_the_tokenizer_configuration_counts(folder: Path, tmp_path: Path) -> None:

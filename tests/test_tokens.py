@@ -199,7 +199,7 @@ def test_golden_output(prepared) -> None:
 
     found = prepared([conversation(2), conversation(3, 30)], max_length=48)
     write_json(found.output / "plain.json", [dict(row) for row in found.train])
-    assert (tokens.TOKENS_VERSION, file_digest(found.output / "plain.json")[:16]) == (1, "eac0edcb40627eaa")
+    assert (tokens.TOKENS_VERSION, file_digest(found.output / "plain.json")[:16]) == (2, "eac0edcb40627eaa")
 
 
 def test_a_pad_token_that_is_eos_takes_no_label_away(prepared, model: Path) -> None:
@@ -211,3 +211,19 @@ def test_a_pad_token_that_is_eos_takes_no_label_away(prepared, model: Path) -> N
     eos = AutoTokenizer.from_pretrained(model).eos_token_id
     batch = DataCollatorForLanguageModeling(pad_token_id=eos)([dict(row) for row in found.train])
     assert [(row == eos).sum().item() for row in batch["labels"]] == [1, 1], "one end a turn, no padding"
+
+
+def test_no_process_is_started(prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tokenises runs on threads: workers that die, or take the memory of a host, cannot be."""
+    import multiprocessing.process
+
+    import multiprocess.process
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a process was started")
+
+    for process in (multiprocess.process.BaseProcess, multiprocessing.process.BaseProcess):
+        monkeypatch.setattr(process, "start", refuse)
+    monkeypatch.setattr("os.fork", refuse)
+    found = prepared([conversation(number % 7 + 1) for number in range(600)], packing=True, max_length=64)
+    assert found.report["train"]["rows"] == 600

@@ -103,7 +103,7 @@ def test_the_form_is_complete(worker: Server) -> None:
 
     deployment = httpx.get(f"{worker.api_url}/deployments/name/finetune/smoke").json()
     schema = deployment["parameter_openapi_schema"]
-    assert list(schema["properties"]) == ["model", "dataset", "training", "registry", "evaluation", "run"]
+    assert list(schema["properties"]) == ["model", "dataset", "training", "registry", "evaluation", "gate", "run"]
     steps = schema["definitions"]["TrainingSection"]["properties"]["max_steps"]
     assert (steps["title"], steps["minimum"], steps["description"]) == (
         "Optimizer steps",

@@ -1,0 +1,61 @@
+"""The version that the alias `champion` points at: which one it is, and its files."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from config.settings import Settings
+from finetuning.artifacts import read_manifest
+from finetuning.errors import Failure
+from finetuning.registry import Registry
+
+ALIAS, CHALLENGER = "champion", "challenger"
+logger = logging.getLogger(__name__)
+
+
+class Champion(NamedTuple):
+    name: str
+    number: str
+    fingerprint: str
+    """Of its model directory; of a version that this pipeline did not make, its name and number."""
+
+
+def registry() -> Registry:
+    settings = Settings()
+    return Registry(settings.registry_uri, settings.tracking_uri)
+
+
+def find(name: str) -> Champion | None:
+    """Raises Failure when the registry does not answer."""
+    version = registry().by_alias(name, ALIAS)
+    return version and Champion(name, version.number, version.fingerprint or f"{name} {version.number}")
+
+
+@contextmanager
+def model_directory(champion: Champion) -> Iterator[Path]:
+    """Its model directory: the one it was made from when that is still there, otherwise downloaded for as long as it is
+    needed. Raises Failure."""
+    settings = Settings()
+    own = settings.storage_root / "model-directories" / champion.fingerprint
+    if read_manifest(own):
+        yield own
+        return
+    with TemporaryDirectory(prefix="champion-", dir=settings.storage_root / "tmp") as temporary:
+        logger.info("downloading champion %s version %s", champion.name, champion.number)
+        yield download(f"models:/{champion.name}/{champion.number}", Path(temporary)) / "model"
+
+
+def download(uri: str, target: Path) -> Path:
+    """The package that is registered under `uri`, below `target`. Raises Failure."""
+    import mlflow
+
+    settings = Settings()
+    mlflow.set_tracking_uri(settings.tracking_uri)
+    mlflow.set_registry_uri(settings.registry_uri)
+    try:
+        return Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(target)))
+    except Exception as error:
+        raise Failure("transient", f"{uri} could not be downloaded: {' '.join(str(error).split())[:300]}") from error
