@@ -259,6 +259,11 @@ class GateSection(Section):
     approval: bool = Field(False, title="Ask a person")
     """Leave the promotion of a version that passes to a person: python -m finetuning.register promote."""
 
+    @property
+    def takes_half(self) -> bool:
+        """Whether half of the test split is the gate's, and chooses no checkpoint."""
+        return self.better_than != "none"
+
 
 class RunSection(Section):
     """How this run goes about it."""

@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
 
     def is_config(self, config: Any) -> bool:
         """Whether a configuration of the endpoint, active or pending, is this one and nothing else."""
-        entities = config and config.served_entities or []
+        entities = (config and config.served_entities) or []
         return [
             (
                 *(entity.entity_name, entity.entity_version, entity.workload_size, bool(entity.scale_to_zero_enabled)),

@@ -52,6 +52,7 @@ class Job(BaseModel):
     rows: Path
     """The test split, as `finetuning.data` writes it."""
     rows_fingerprint: str
+    gate_takes_half: bool = True
     section: EvaluationSection
     training: TrainingSection
     trust_remote_code: bool
@@ -63,7 +64,7 @@ def run(values: dict[str, Any]) -> dict[str, Any]:
     `problem`: why the champion could not be evaluated."""
     job = Job.model_validate(values)
     found: dict[str, Any] = {"scores": {}, "artifacts": {}, "champion": None, "problem": None}
-    rows = read_gate_rows(job.rows)
+    rows = read_gate_rows(job.rows, job.gate_takes_half)
     if not rows or not (job.section.loss_rows or job.section.num_questions):
         return found
 
@@ -96,7 +97,7 @@ def evaluation_path(job: Job, model: str) -> Path:
     asked = {
         "version": [EVALUATION_VERSION, HALVES_VERSION],
         "model": model,
-        "rows": job.rows_fingerprint,
+        "rows": [job.rows_fingerprint, job.gate_takes_half],
         "section": job.section.model_dump(),
         "max_length": job.training.max_length,
         "assistant_only_loss": job.training.assistant_only_loss,

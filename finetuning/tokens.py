@@ -50,6 +50,8 @@ class Job(BaseModel):
     """Artifact of `finetuning.model`."""
     section: DatasetSection
     training: TrainingSection
+    gate_takes_half: bool = True
+    """Of the test split; else all of it chooses the checkpoint."""
     trust_remote_code: bool
     output: Path
 
@@ -80,7 +82,7 @@ def prepare(job: Job, output: Path) -> dict[str, Any]:
     encoder = Encoder(tokenizer, job.section, job.training)
     report: dict[str, Any] = {"max_length": job.training.max_length}
     previews: list[list[Part]] = []
-    is_gate = gate_rows(job.dataset / "test.jsonl")
+    is_gate = gate_rows(job.dataset / "test.jsonl", job.gate_takes_half)
     parts_of = {"train": ("train", None), "test": ("test", [not gate for gate in is_gate]), "gate": ("test", is_gate)}
     for part, (split, chosen) in parts_of.items():
         if chosen is not None and not any(chosen):

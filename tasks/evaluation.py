@@ -40,6 +40,7 @@ def evaluate(config: Config, dataset: Reference, model: ModelReference, result: 
         "evaluations": str(Settings().storage_root / "evaluations"),
         "rows": str(dataset.path / "test.jsonl"),
         "rows_fingerprint": dataset.fingerprint,
+        "gate_takes_half": config.gate.takes_half,
         "section": config.evaluation.model_dump(),
         "training": config.training.model_dump(),
         "trust_remote_code": config.model.trust_remote_code,

@@ -22,6 +22,7 @@ def tokens_fingerprint(config: Config, dataset: Reference, model: ModelReference
         version=[TOKENS_VERSION, HALVES_VERSION],
         dataset=dataset.fingerprint,
         model=model.fingerprint,
+        gate_takes_half=config.gate.takes_half,
         max_length=training.max_length,
         assistant_only_loss=training.assistant_only_loss,
         packing=training.packing and training.seed,
@@ -44,6 +45,7 @@ def tokenize(config: Config, dataset: Reference, model: ModelReference) -> Refer
         "model": str(model.path),
         "section": config.dataset.model_dump(),
         "training": config.training.model_dump(),
+        "gate_takes_half": config.gate.takes_half,
         "trust_remote_code": config.model.trust_remote_code,
         "output": str(output),
     }

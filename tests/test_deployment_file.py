@@ -141,6 +141,8 @@ def test_qwen3_4b_differs_from_the_notebook_in_these_values() -> None:
         "model.chat_style": ("auto", "keep"),
         "model.trust_remote_code": (False, True),
         "dataset.deduplicate": (True, False),
+        "gate.better_than": ("champion", "none"),
+        "gate.approval": (False, True),
     }
 
 

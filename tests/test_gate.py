@@ -50,6 +50,13 @@ def test_halves_stay_when_rows_are_added(tmp_path: Path) -> None:
     assert all("messages" in row for row in rows)
 
 
+def test_a_gate_that_asks_for_nothing_takes_no_rows(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "test.jsonl", ROWS)
+    assert not any(gate_rows(path, takes_half=False))
+    assert len(read_gate_rows(path, takes_half=False)) == len(ROWS)
+    assert not GateSection(better_than="none").takes_half
+
+
 @pytest.mark.parametrize(("count", "gate"), [(1, 0), (2, 1), (3, 1), (4, 2)])
 def test_few_rows_are_cut_in_the_middle(tmp_path: Path, count: int, gate: int) -> None:
     path = tmp_path / "test.jsonl"
