@@ -1,10 +1,18 @@
-"""Which code and libraries made something."""
+"""Which data, base model, code and libraries made something."""
 
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from config.settings import PROJECT_ROOT
 
+LINEAGE = (
+    *("base_model", "base_model_version", "license", "dataset", "dataset_version", "recipe", "num_steps", "num_tokens"),
+    *("total_flos", "gpu_hours", "eval_loss", "training", "checkpoint", "flow_run_url"),
+)
+"""Of `finetune.json`."""
+LONGEST_TAG = 900
+"""Unity Catalog takes 1000 characters."""
 LIBRARIES = ("torch", "transformers", "trl", "datasets", "accelerate", "mlflow")
 
 
@@ -26,3 +34,14 @@ def code_version() -> str:
     except (OSError, subprocess.SubprocessError):
         return number
     return f"{number} at {commit}"
+
+
+def tags(provenance: dict[str, Any]) -> dict[str, str]:
+    """What a version and an MLflow run say of their making; keys and lengths are those that Unity Catalog takes."""
+    settings = provenance["config"]
+    values = {
+        **{name: provenance[name] for name in LINEAGE},
+        "seed": settings["training"]["seed"],
+        "libraries": ", ".join(f"{name} {number}" for name, number in provenance["libraries"].items()),
+    }
+    return {name: str(value)[:LONGEST_TAG] for name, value in values.items() if value not in (None, "")}

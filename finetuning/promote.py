@@ -12,12 +12,15 @@ from pydantic import BaseModel
 
 from config.sections import GateSection
 from config.settings import Settings
-from finetuning import artifacts, child, gate, proof
+from finetuning import artifacts, child, gate, lineage, proof
+from finetuning.bounded import within
 from finetuning.champion import ALIAS, CHALLENGER, registry
+from finetuning.export import PROVENANCE
 from finetuning.registry import ModelVersion, Registry
 
 VERDICT, PREVIOUS, ROLLED_BACK = "finetune_verdict", "finetune_previous_champion", "finetune_rolled_back"
 """Labels of a version: what the gate said; on a champion which version was it before; on one that was taken back."""
+ANSWER_SECONDS = 60
 LONGEST_LABEL = 900
 """Unity Catalog takes 1000 characters."""
 logger = logging.getLogger(__name__)
@@ -40,7 +43,7 @@ def run(values: dict[str, Any]) -> dict[str, Any]:
         version = _version(versions, name, number)
         if proof.PROVEN not in version.labels:
             facts = proof.prove(job.proof)
-            keep(job.mlflow_run_id, "proof.json", facts)
+            keep(job, "proof.json", facts)
             today = datetime.datetime.now(datetime.UTC).date().isoformat()
             versions.label(name, number, {proof.PROVEN: f"passed {today}"})
         return decide(job, versions, version)
@@ -72,7 +75,7 @@ def decide(job: Job, versions: Registry, version: ModelVersion) -> dict[str, Any
         make_champion(versions, name, number)
     else:
         versions.set_alias(name, CHALLENGER, number)
-    keep(job.mlflow_run_id, "verdict.json", {"version": number, "outcome": outcome, **verdict._asdict()})
+    keep(job, "verdict.json", {"version": number, "outcome": outcome, **verdict._asdict()})
     return {"outcome": outcome, "reason": reason, "metrics": verdict.metrics}
 
 
@@ -87,14 +90,26 @@ def make_champion(versions: Registry, name: str, number: str) -> None:
         versions.remove_alias(name, CHALLENGER)
 
 
-def keep(run_id: str | None, file: str, facts: dict[str, Any]) -> None:
-    """With the MLflow run; what cannot be kept is said, and holds nothing up."""
-    if run_id is None:
+def keep(job: Job, file: str, facts: dict[str, Any]) -> None:
+    """With the MLflow run, beside scores and lineage; what cannot be kept is said, and holds nothing up."""
+    if job.mlflow_run_id is None:
         return
     from mlflow import MlflowClient
 
+    run_id, client = job.mlflow_run_id, MlflowClient(Settings().tracking_uri)
+    provenance = artifacts.read_json(job.proof.model_directory / PROVENANCE)
+
+    def call() -> None:
+        client.log_text(run_id, json.dumps(facts, indent=1, ensure_ascii=False), file)
+        for name, value in lineage.tags(provenance).items():
+            client.set_tag(run_id, name, value)
+        for model, scores in job.evaluation["scores"].items():
+            for name, value in scores.items():
+                if value is not None:
+                    client.log_metric(run_id, f"{model}_{name}", value)
+
     try:
-        MlflowClient(Settings().tracking_uri).log_text(run_id, json.dumps(facts, indent=1, ensure_ascii=False), file)
+        within(ANSWER_SECONDS, call)
     except Exception as error:
         logger.warning("%s could not be kept with MLflow run %s: %s", file, run_id, " ".join(str(error).split())[:200])
 

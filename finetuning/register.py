@@ -18,19 +18,11 @@ from pydantic_settings import BaseSettings, CliPositionalArg, CliSettingsSource,
 from config.recipes import explain
 from config.sections import RegistrySection
 from config.settings import Settings, apply_environment, shown
-from finetuning import aliases, artifacts, child, resume
+from finetuning import aliases, artifacts, child, lineage, resume
 from finetuning.errors import Failure
 from finetuning.export import PROVENANCE
 from finetuning.packaging import CHAT_TASK, package_model
 from finetuning.registry import is_unity_catalog, register_version
-
-LINEAGE = (
-    *("base_model", "base_model_version", "license", "dataset", "dataset_version", "recipe", "num_steps", "num_tokens"),
-    *("total_flos", "gpu_hours", "eval_loss", "training", "checkpoint", "flow_run_url"),
-)
-"""Of `finetune.json`."""
-LONGEST_TAG = 900
-"""Unity Catalog takes 1000 characters."""
 
 
 class Job(BaseModel):
@@ -79,20 +71,9 @@ def register(job: Job) -> Any:
             fingerprint=manifest["fingerprint"],
             tracking_uri=settings.tracking_uri,
             registry_uri=settings.registry_uri,
-            tags=lineage_tags(provenance),
+            tags=lineage.tags(provenance),
             description=f"{provenance['base_model']}, fully fine-tuned on {provenance['dataset']}.",
         )
-
-
-def lineage_tags(provenance: dict[str, Any]) -> dict[str, str]:
-    """What a version says of its making; keys and lengths are those that Unity Catalog takes."""
-    settings = provenance["config"]
-    values = {
-        **{name: provenance[name] for name in LINEAGE},
-        "seed": settings["training"]["seed"],
-        "libraries": ", ".join(f"{name} {version}" for name, version in provenance["libraries"].items()),
-    }
-    return {name: str(value)[:LONGEST_TAG] for name, value in values.items() if value not in (None, "")}
 
 
 def metadata(provenance: dict[str, Any]) -> dict[str, str]:

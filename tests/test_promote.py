@@ -15,6 +15,7 @@ from finetuning import aliases, champion, promote, proof
 from finetuning.artifacts import write_json, write_manifest
 from finetuning.errors import Failure
 from finetuning.export import PROVENANCE
+from finetuning.lineage import LINEAGE
 from finetuning.model import load_tokenizer
 from finetuning.packaging import CHAT_TASK, package_model
 from finetuning.registry import Registry, register_version
@@ -45,7 +46,8 @@ class Shop:
         model.save_pretrained(directory)
         load_tokenizer(SAMPLE, _model_section())[0].save_pretrained(directory)
         shutil.copyfile(SAMPLE / "generation_config.json", directory / "generation_config.json")
-        write_json(directory / PROVENANCE, {"fingerprint": fingerprint})
+        known = {"libraries": {}, "config": {"training": {"seed": 1}}}
+        write_json(directory / PROVENANCE, {**dict.fromkeys(LINEAGE), **known, "dataset": fingerprint})
         write_manifest(directory, fingerprint=fingerprint)
         return directory
 
@@ -130,6 +132,12 @@ def test_a_version_is_proven_by_what_the_registry_gives_back(shop: Shop) -> None
     assert any(answer["stopped"] for answer in facts["answers"])
 
 
+def mlflow_run(shop: Shop) -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(shop.uri).get_run(shop.run_id)
+
+
 def stored(shop: Shop, name: str) -> Path:
     [path] = (shop.folder / "artifacts").glob(f"**/model/{name}")
     return path
@@ -167,6 +175,8 @@ def test_passing_makes_the_champion_and_the_next_one_must_be_better(proven: Shop
     first = proven.register(proven.directory)
     assert proven.promote(first)["outcome"] == "champion"
     assert proven.version(first).aliases == ("champion",)
+    run = mlflow_run(proven)
+    assert (run.data.tags["dataset"], run.data.metrics["candidate_loss"]) == ("first", pytest.approx(2.5, abs=0.01))
     assert proven.promote(first)["reason"] == "it is the champion already"
 
     second = proven.register(proven.model_directory("second"))
