@@ -35,7 +35,12 @@ TRAINING = {
     "max_steps": 16, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 32, "max_length": 128,
     "eval_steps": 4, "save_steps": 4, "logging_steps": 1,
 }  # fmt: skip
-PARAMETERS = {"training": TRAINING, "evaluation": {"exact_match_rows": 0, "sample_rows": 0, "loss_rows": 16}}
+PARAMETERS = {
+    "training": TRAINING, "gate": {"better_than": "none"},
+    "evaluation": {"exact_match_rows": 0, "sample_rows": 0, "loss_rows": 0},
+}  # fmt: skip
+PREPARED = ("datasets", "models", "tokens")
+"""What a row finds of the first one's: the steps before training are not what is disturbed."""
 WAIT_SECONDS = 420
 AT_ONCE = 3
 """Rows that run beside each other: one is mostly imports, which use one core, and waiting."""
@@ -59,6 +64,8 @@ class Arena:
     def __init__(self, folder: Path):
         self.folder, self.secret = folder, f"hf_{uuid.uuid4().hex}"
         self.reference = ""
+        self.prepared: Path | None = None
+        """Storage root of the undisturbed run."""
         self.gpu_pool = threading.Lock()
         """One row at a time has workers of its own there."""
         port = free_port()
@@ -109,6 +116,8 @@ class Case:
         self.arena, self.name, self.moment = arena, name, moment
         self.root = arena.folder / f"row-{uuid.uuid4().hex[:8]}"
         self.root.mkdir()
+        for kind in PREPARED if arena.prepared else ():
+            shutil.copytree(arena.prepared / kind, self.root / kind)
         self.environment: dict[str, str] = {"FINETUNE_STORAGE_ROOT": str(self.root)}
         self.seen: list[str] = []
 
@@ -222,7 +231,7 @@ def query(database: Path | None, text: str) -> list[tuple]:
 def nothing(case: Case) -> None:
     case.local()
     case.expect()
-    case.arena.reference = case.weights
+    case.arena.reference, case.arena.prepared = case.weights, case.root
 
 
 def kill_trainer(case: Case) -> None:
@@ -290,7 +299,7 @@ def smoke_parameters() -> dict[str, Any]:
 
 
 def cancel(case: Case) -> None:
-    case.inject("sleep 2", BETWEEN, after=0)  # hold the training where it is while the cancel is on its way
+    case.inject("sleep 60", BETWEEN, after=0)  # hold the training where it is until the cancel ends the sleep, too
     run = case.trigger()
     case.happened()
     prefect_cli("flow-run", "cancel", run, **case.arena.environment)

@@ -72,15 +72,24 @@ def serve(wanted: Wanted, timeout_seconds: float, question: str, max_tokens: int
     Host and token are DATABRICKS_HOST and DATABRICKS_TOKEN, or what else databricks-sdk finds.
     Raises Failure: no access, the server refuses, the deployment fails, or it takes longer than `timeout_seconds`.
     """
+    end = time.monotonic() + timeout_seconds
     with _explained(wanted):
-        from databricks.sdk import WorkspaceClient
-        from databricks.sdk.config import Config
-
-        config = Config(http_timeout_seconds=ANSWER_SECONDS, retry_timeout_seconds=RETRY_SECONDS)
-        client, end = WorkspaceClient(config=config), time.monotonic() + timeout_seconds
+        client = _client()
         _change(client, wanted, end)
         _watch(client, wanted, end, lambda endpoint: _is_served(endpoint, client, wanted))
         return ask(client, wanted.endpoint, question, max_tokens)
+
+
+def _client() -> "WorkspaceClient":
+    from databricks.sdk import WorkspaceClient
+    from databricks.sdk.config import Config
+
+    try:
+        config = Config(http_timeout_seconds=ANSWER_SECONDS, retry_timeout_seconds=RETRY_SECONDS)
+        return WorkspaceClient(config=config)
+    except ValueError as error:  # no host, no token
+        text = f"no access to Databricks: {' '.join(str(error).split())}. Set DATABRICKS_HOST and DATABRICKS_TOKEN"
+        raise Failure("authentication", shown(text)) from error
 
 
 def ask(client: "WorkspaceClient", endpoint: str, question: str, max_tokens: int) -> str:
@@ -115,7 +124,7 @@ def _change(client: "WorkspaceClient", wanted: Wanted, end: float) -> None:
             return
         logger.info("endpoint %s is being changed to something else: waiting for that to end", wanted.endpoint)
         endpoint = _watch(client, wanted, end, lambda endpoint: _update(endpoint) != "IN_PROGRESS")
-    if _update(endpoint) == "NOT_UPDATING" and wanted.is_config(endpoint.config):
+    if not _is_broken(endpoint) and wanted.is_config(endpoint.config):
         logger.info("endpoint %s has %s already", wanted.endpoint, what)
         return
     logger.info("changing endpoint %s to %s", wanted.endpoint, what)
@@ -143,16 +152,18 @@ def _watch(
 
 
 def _is_served(endpoint: "ServingEndpointDetailed", client: "WorkspaceClient", wanted: Wanted) -> bool:
-    entities = _entities(endpoint)
-    broken = {entity.state.deployment.value for entity in entities if entity.state and entity.state.deployment}
-    if _update(endpoint) in ("UPDATE_FAILED", "UPDATE_CANCELED") or broken & {
-        "DEPLOYMENT_FAILED",
-        "DEPLOYMENT_ABORTED",
-    }:
+    if _is_broken(endpoint):
         message = f"endpoint {wanted.endpoint} failed: {_describe(endpoint)}. {_where(client, wanted)}"
         raise Failure("configuration", message)
     ready = endpoint.state.ready and endpoint.state.ready.value == "READY"
     return bool(ready) and _update(endpoint) == "NOT_UPDATING" and wanted.is_config(endpoint.config)
+
+
+def _is_broken(endpoint: "ServingEndpointDetailed") -> bool:
+    states = [entity.state for entity in _entities(endpoint)]
+    deployments = {state.deployment.value for state in states if state and state.deployment}
+    failed = deployments & {"DEPLOYMENT_FAILED", "DEPLOYMENT_ABORTED"}
+    return bool(failed) or _update(endpoint) in ("UPDATE_FAILED", "UPDATE_CANCELED")
 
 
 def _update(endpoint: "ServingEndpointDetailed") -> str:
@@ -191,15 +202,10 @@ def _explained(wanted: Wanted) -> Iterator[None]:
         yield
     except Failure:
         raise
-    except (OSError, ValueError, errors.DatabricksError) as error:
-        text = shown(" ".join(str(error).split()))
-        if isinstance(error, ValueError) and not isinstance(error, OSError):  # no host, no token
-            message = f"no access to Databricks: {text}. Set DATABRICKS_HOST and DATABRICKS_TOKEN"
-            raise Failure("authentication", message) from error
-        message = f"endpoint {wanted.endpoint} for {wanted.model} version {wanted.version}: {text}"
+    except OSError as error:  # also of the SDK itself and of requests
+        text = f"endpoint {wanted.endpoint} for {wanted.model} version {wanted.version}: {' '.join(str(error).split())}"
         if isinstance(error, (errors.Unauthenticated, errors.PermissionDenied)):
-            raise Failure(
-                "authentication", f"{message}. It needs the right to make endpoints and to use the model"
-            ) from error
+            text += ". It needs the rights to make endpoints and to use the model"
+            raise Failure("authentication", shown(text)) from error
         refused = isinstance(error, (errors.BadRequest, errors.NotFound, errors.ResourceConflict))
-        raise Failure("configuration" if refused else "transient", message) from error
+        raise Failure("configuration" if refused else "transient", shown(text)) from error

@@ -27,6 +27,10 @@ NETWORK_DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4", "MLFLOW_DATABRICKS_E
 """Half a minute of retries instead of four, a minute instead of eight: the step as a whole is tried again anyway."""
 TAG_VALUE_LENGTH = 1000
 """What Databricks keeps of a tag's value."""
+REFUSALS = (
+    "PERMISSION_DENIED|UNAUTHENTICATED|UNAUTHORIZED|credential configuration"
+    "|PermissionDenied|AccessDenied|40[13] Client Error"  # what storages say
+)
 LABEL_LINE = re.compile(r"([A-Za-z0-9_.-]+):(?: (.*))?")
 
 T = TypeVar("T")
@@ -222,6 +226,8 @@ def explained(name: str, registry_uri: str) -> Iterator[None]:
         raise
     except Exception as error:
         kind, message = _kind(error), f"registry {registry_uri}, model {name}: {error}"
+        if "KeyError('s3_upload_extra_args')" in message:  # renewing the keys of a `uc:` registry's bucket fails
+            message += " (MLflow hides what the storage said: look into the storage's log)"
         if kind != "transient" and is_unity_catalog(registry_uri):
             catalog, schema = name.split(".")[0], name.rpartition(".")[0]
             rights = {"USE CATALOG": catalog, "USE SCHEMA": schema, "CREATE MODEL": schema}
@@ -233,6 +239,6 @@ def explained(name: str, registry_uri: str) -> Iterator[None]:
 def _kind(error: Exception) -> Kind:
     """Everything but a refusal may pass at the next try. Codes that MLflow does not know are only in the answer."""
     code = getattr(error, "json", {}).get("error_code") or getattr(error, "error_code", "")
-    if re.search("PERMISSION_DENIED|UNAUTHENTICATED|UNAUTHORIZED|credential configuration", f"{code} {error}"):
+    if re.search(REFUSALS, f"{code} {error}"):
         return "authentication"
     return "configuration" if re.search("DOES_NOT_EXIST|NOT_FOUND|INVALID|BAD_REQUEST", str(code)) else "transient"

@@ -498,6 +498,9 @@ class Handler(BaseHTTPRequestHandler):
         return content
 
     def send(self, status: int, answer: Any) -> None:
+        if status >= 400 and self.path.startswith(f"/{BUCKET}"):
+            code = "AccessDenied" if status == 403 else answer["error_code"]
+            answer = f"<Error><Code>{code}</Code><Message>{answer['message']}</Message></Error>".encode()
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
