@@ -16,6 +16,7 @@ from config.recipes import Parameters, RefusedConfiguration, did_you_mean, expla
 from config.sections import (
     DatasetSection,
     EvaluationSection,
+    GateSection,
     ModelSection,
     RegistrySection,
     RunSection,
@@ -51,6 +52,7 @@ class CommandLine(BaseSettings):
     training: TrainingSection = TrainingSection()
     registry: RegistrySection = RegistrySection()
     evaluation: EvaluationSection = EvaluationSection()
+    gate: GateSection = GateSection()
     run: RunSection = RunSection()
 
     @classmethod

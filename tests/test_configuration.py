@@ -108,6 +108,16 @@ def test_wrong_usage_exits_with_2_and_one_line() -> None:
     assert result.stderr == "--training.max_stesp: there is no such option. Did you mean training.max_steps?\n"
 
 
+def test_flow_and_command_line_have_every_section() -> None:
+    from config.cli import CommandLine
+    from config.sections import Config
+    from flows.finetune import finetune
+
+    sections = list(Config.model_fields)
+    assert list(finetune.parameters.properties) == sections
+    assert [name for name in CommandLine.model_fields if name != "deployment"] == sections
+
+
 def test_help_and_the_flow_import_no_ml_library() -> None:
     """Also on a machine without torch the form of the Prefect UI must be complete."""
     result = run_module("flows.finetune", "--help")
