@@ -30,6 +30,7 @@ import psutil
 
 from bench.servers import background, free_port, prefect_cli, wait_for_http
 from config.settings import PROJECT_ROOT
+from tests.registries import OPEN_SOURCE, PRESIGNED, ask, faults, unity_catalog, unity_place
 
 TRAINING = {
     "max_steps": 16, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 32, "max_length": 128,
@@ -52,6 +53,7 @@ MOMENTS: dict[str, dict[str, Any]] = {
     "while the model directory is written": {"step": "export", "opens": r"/\.finetune\.json"},
 }
 BETWEEN, WRITING = "between steps", "while a checkpoint is written"
+UNITY = [PRESIGNED, *OPEN_SOURCE[:1]]
 
 
 class Failed(AssertionError):
@@ -120,6 +122,8 @@ class Case:
             shutil.copytree(arena.prepared / kind, self.root / kind)
         self.environment: dict[str, str] = {"FINETUNE_STORAGE_ROOT": str(self.root)}
         self.seen: list[str] = []
+        self.unity_catalog = ""
+        """URL of the stand-in that is this row's registry; otherwise it is a database below the root."""
 
     def inject(self, do: str, moment: str = "", **more: Any) -> None:
         """Do a shell command at a moment of the first run to come to it."""
@@ -181,7 +185,10 @@ class Case:
             self.happened()
         database = next(self.root.glob("**/mlflow.db"), None)
         found_runs = tuple(value for (value,) in query(database, "select status from runs"))
-        found_versions = len(query(database, "select version from model_versions"))
+        statuses = self.versions(database)
+        if set(statuses) - {"READY"}:
+            raise Failed(f"versions are {statuses}")
+        found_versions = len(statuses)
         weights = [
             json.loads(path.read_text())["files"]["model.safetensors"]["sha256"]
             for path in self.root.glob("model-directories/*/manifest.json")
@@ -198,6 +205,13 @@ class Case:
         if found != expected:
             raise Failed(f"expected {state}, MLflow {runs}, {versions} version(s); found {found}: {self.message}")
         self.weights = weights[0] if weights else ""
+
+    def versions(self, database: Path | None) -> list[str]:
+        """The status of each."""
+        if not self.unity_catalog:
+            return [status for (status,) in query(database, "select status from model_versions")]
+        models = ask(f"{self.unity_catalog}/_state").values()
+        return [version["status"] for model in models for version in model["versions"].values()]
 
     def processes(self) -> list[str]:
         """What still runs with this storage root, a moment after the end."""
@@ -441,6 +455,45 @@ def clock_back(case: Case) -> None:
     case.expect()
 
 
+CREATE, FINALIZE = r"POST .*(model-versions/create|models/versions)$", r"(POST|PATCH) .*finalize$"
+
+
+def registry(*injected: dict[str, Any], **environment: str) -> Callable[[Case], None]:
+    """A Unity Catalog of the kind that the moment names; the run gets over what happens to its requests."""
+
+    def run(case: Case) -> None:
+        with registered_in(case) as url:
+            case.environment |= environment
+            with faults(url, *injected):
+                case.local()
+                case.expect()
+
+    return run
+
+
+def no_right(case: Case) -> None:
+    """Told before anything is trained, with the right's name."""
+    message = "User does not have CREATE MODEL on Schema 'main.default'."
+    fault = {"match": "POST .*models", "status": 403, "code": "PERMISSION_DENIED", "message": message, "times": -1}
+    with registered_in(case) as url:
+        with faults(url, fault):
+            said = case.local()
+        if "you need CREATE MODEL on main.default" not in said:
+            raise Failed(said)
+        case.expect("Failed", (), 0)
+        case.local()
+        case.expect()
+
+
+@contextlib.contextmanager
+def registered_in(case: Case) -> Iterator[str]:
+    with unity_catalog(case.root / "unity") as url:
+        place = unity_place(case.moment, url, "", "")
+        case.unity_catalog = url
+        case.environment |= {**place.environment, "MLFLOW_REGISTRY_URI": place.registry_uri}
+        yield url
+
+
 FAULTS: dict[str, tuple[Callable[[Case], None], list[str]]] = {
     # The longest first: they wait for heartbeats and servers, and the others use the cores meanwhile.
     "SIGTERM worker": (stop_worker, [BETWEEN, "while the model directory is written"]),
@@ -461,6 +514,13 @@ FAULTS: dict[str, tuple[Callable[[Case], None], list[str]]] = {
     "redeployed with other values": (redeploy, [WRITING]),
     "two triggers at once": (two_at_once, ["from the start"]),
     "clock going back": (clock_back, [WRITING]),
+    "registry 429": (registry({"match": CREATE, "status": 429, "times": 3}), UNITY),
+    "registry 500": (registry({"match": "/unity-catalog/", "status": 500, "times": 2}), UNITY),
+    "registry 403": (no_right, UNITY),
+    "registry hangs": (registry({"match": FINALIZE, "hang": 120}, MLFLOW_HTTP_REQUEST_TIMEOUT="5"), UNITY),
+    "upload breaks": (registry({"match": "PUT /_blob/", "skip": 3, "times": 2, "cut": True}), [PRESIGNED]),
+    "SIGKILL before the upload": (registry({"match": CREATE, "kill": True, "after": True}), UNITY),
+    "SIGKILL after the upload": (registry({"match": FINALIZE, "kill": True}), UNITY),
 }
 
 

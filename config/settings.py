@@ -13,6 +13,8 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
+VOLUMES = Path("/Volumes")
+"""Where Databricks mounts the volumes of Unity Catalog."""
 
 
 class Settings(BaseSettings):
@@ -30,8 +32,8 @@ class Settings(BaseSettings):
     """
 
     volume_root: Path | None = None
-    """Where finished model directories are published. Default: `/Volumes` where it is mounted (Databricks), otherwise
-    the folder `volumes` under the storage root."""
+    """Where finished model directories are published. Default: `/Volumes` where it is mounted (Databricks) or can be
+    reached over DATABRICKS_HOST, otherwise the folder `volumes` under the storage root."""
 
     grace_seconds: float = Field(20, ge=0)
     """Seconds that a step has between SIGTERM and SIGKILL, for a checkpoint. Below 30: so long Prefect waits for a
@@ -72,8 +74,12 @@ class Settings(BaseSettings):
     def volumes(self) -> Path:
         if self.volume_root:
             return self.volume_root
-        mounted = Path("/Volumes")
-        return mounted if mounted.is_dir() else self.storage_root / "volumes"
+        return VOLUMES if VOLUMES.is_dir() or self.volumes_are_remote else self.storage_root / "volumes"
+
+    @property
+    def volumes_are_remote(self) -> bool:
+        """Whether they are written over Databricks' Files API."""
+        return bool(self.databricks_host) and not self.volume_root and not VOLUMES.is_dir()
 
     @property
     def tracking_uri(self) -> str:

@@ -144,10 +144,9 @@ def _watch(
         if is_done(endpoint):
             return endpoint
         if now + POLL_SECONDS > end:
-            message = (
-                f"endpoint {wanted.endpoint} is not ready yet: {text}. It goes on by itself; to wait on, run this "
-            )
-            raise Failure("transient", message + f"again, with a larger --timeout_seconds. {_where(client, wanted)}")
+            remedy = "It goes on by itself: run this again to wait on, or with a larger --timeout_seconds"
+            message = f"endpoint {wanted.endpoint} is not ready yet: {text}. {remedy}. {_where(client, wanted)}"
+            raise Failure("transient", message)
         time.sleep(POLL_SECONDS)
 
 

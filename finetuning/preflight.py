@@ -19,6 +19,7 @@ from finetuning.artifacts import lock
 from finetuning.bounded import within
 from finetuning.errors import Failure
 from finetuning.registry import check_registry, is_unity_catalog
+from finetuning.rights import check_artifact_store
 from finetuning.tracking import ensure_experiment
 
 ANSWER_SECONDS = 30
@@ -64,7 +65,7 @@ def check_storage(root: Path) -> None:
 
 
 def run(values: dict[str, Any]) -> dict[str, Any]:
-    """Reach both servers: the experiment and the registered model exist afterwards. Raises Failure."""
+    """Reach both servers: experiment and registered model exist afterwards, artifacts arrive. Raises Failure."""
     job, settings = Job.model_validate(values), Settings()
     with ExitStack() as first_runs:
         for database in {_database(settings.tracking_uri), _database(settings.registry_uri)} - {None}:
@@ -90,6 +91,9 @@ def _ask(job: Job, settings: Settings) -> None:
                 "configuration", f"{message}. To train without it: FINETUNE_TRACKING_REQUIRED=false"
             ) from error
         logger.warning("%s. Training goes on without it, and everything is logged afterwards", message)
+    else:
+        if settings.tracking_uri.startswith(("sqlite:", "http:", "https:")):
+            check_artifact_store(settings.mlflow_experiment_name, settings.tracking_uri)
     check_registry(job.registered_model_name, settings.registry_uri, settings.tracking_uri)
 
 

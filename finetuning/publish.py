@@ -15,6 +15,7 @@ from finetuning.artifacts import MANIFEST, files_below, read_manifest
 from finetuning.card import add_card
 from finetuning.errors import Failure
 from finetuning.export import PROVENANCE
+from finetuning.volume import publish_remote
 
 
 class Job(BaseModel):
@@ -30,7 +31,10 @@ def run(values: dict[str, Any]) -> dict[str, Any]:
     with artifacts.lock(job.model_directory):
         result = resume.read_state(training).get("result") or {}
         add_card(job.model_directory, result.get("log_history", []), job.evaluation)
-        publish(job.model_directory, job.target)
+        if Settings().volumes_are_remote:
+            publish_remote(job.model_directory, str(job.target))
+        else:
+            publish(job.model_directory, job.target)
     return {}
 
 

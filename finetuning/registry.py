@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from config.settings import shown
 from finetuning.bounded import within
 from finetuning.errors import Failure
-from finetuning.versions import FINGERPRINT_TAG, ModelVersion, Registry, explained, is_unity_catalog, join_comment
+from finetuning.refusals import explained, is_unity_catalog
+from finetuning.versions import FINGERPRINT_TAG, ModelVersion, Registry, join_comment
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -5,17 +5,15 @@ one has neither tags nor aliases: there they are lines at the end of a version's
 and every error is a `Failure` that says what to do.
 """
 
-import contextlib
 import logging
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from config.settings import shown
 from finetuning.bounded import within
-from finetuning.errors import Failure, Kind
+from finetuning.refusals import explained
 
 FINGERPRINT_TAG = "finetune_fingerprint"
 """Databricks refuses the characters . , - = / : in the key of a tag."""
@@ -23,14 +21,8 @@ ALIAS_LINE = "finetune_alias"
 """With `uc:` only: the line that names a version's aliases, separated by blanks."""
 ANSWER_SECONDS = 90
 """What a registry may take for its answer. The databricks SDK alone would try a dead host for 7.5 minutes."""
-NETWORK_DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4", "MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": "60"}
-"""Half a minute of retries instead of four, a minute instead of eight: the step as a whole is tried again anyway."""
 TAG_VALUE_LENGTH = 1000
 """What Databricks keeps of a tag's value."""
-REFUSALS = (
-    "PERMISSION_DENIED|UNAUTHENTICATED|UNAUTHORIZED|credential configuration"
-    "|PermissionDenied|AccessDenied|40[13] Client Error"  # what storages say
-)
 LABEL_LINE = re.compile(r"([A-Za-z0-9_.-]+):(?: (.*))?")
 
 T = TypeVar("T")
@@ -188,11 +180,6 @@ class Registry:
                 self._label(name, version.number, {ALIAS_LINE: " ".join(sorted(rest))})
 
 
-def is_unity_catalog(registry_uri: str) -> bool:
-    """Return whether the registry is a Unity Catalog, of Databricks or the open-source server."""
-    return registry_uri.partition(":")[0] in ("databricks-uc", "uc")
-
-
 def split_comment(comment: str) -> tuple[str, dict[str, str]]:
     """Description and labels: the last paragraph, when each of its lines is `key: value`."""
     text, _, last = comment.rstrip().rpartition("\n\n")
@@ -213,32 +200,3 @@ def _aliases(model: Any) -> dict[str, str]:
     if isinstance(model.aliases, dict):
         return {alias: str(number) for alias, number in model.aliases.items()}
     return {entry.alias: str(entry.version) for entry in model.aliases}
-
-
-@contextlib.contextmanager
-def explained(name: str, registry_uri: str) -> Iterator[None]:
-    """Turn any error (every artifact store raises its own kind) into one that says what to do."""
-    for variable, value in NETWORK_DEFAULTS.items():
-        os.environ.setdefault(variable, value)
-    try:
-        yield
-    except Failure:
-        raise
-    except Exception as error:
-        kind, message = _kind(error), f"registry {registry_uri}, model {name}: {error}"
-        if "KeyError('s3_upload_extra_args')" in message:  # renewing the keys of a `uc:` registry's bucket fails
-            message += " (MLflow hides what the storage said: look into the storage's log)"
-        if kind != "transient" and is_unity_catalog(registry_uri):
-            catalog, schema = name.split(".")[0], name.rpartition(".")[0]
-            rights = {"USE CATALOG": catalog, "USE SCHEMA": schema, "CREATE MODEL": schema}
-            named = [right for right in rights if right in str(error).upper().replace("_", " ")] or list(rights)
-            message += "; this must exist and you need " + ", ".join(f"{right} on {rights[right]}" for right in named)
-        raise Failure(kind, shown(" ".join(message.split()))) from error
-
-
-def _kind(error: Exception) -> Kind:
-    """Everything but a refusal may pass at the next try. Codes that MLflow does not know are only in the answer."""
-    code = getattr(error, "json", {}).get("error_code") or getattr(error, "error_code", "")
-    if re.search(REFUSALS, f"{code} {error}"):
-        return "authentication"
-    return "configuration" if re.search("DOES_NOT_EXIST|NOT_FOUND|INVALID|BAD_REQUEST", str(code)) else "transient"

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from bench.servers import background, free_port, wait_for_http
 
+PRESIGNED = "databricks-uc, presigned URLs"
 DATABRICKS: dict[str, dict[str, str]] = {
-    "databricks-uc, presigned URLs": {},
+    PRESIGNED: {},
     "databricks-uc, vended keys": {},
     "databricks-uc, Files API": {"MLFLOW_USE_DATABRICKS_SDK_MODEL_ARTIFACTS_REPO_FOR_UC": "true"},
     "databricks-uc, native": {"MLFLOW_ENABLE_UC_NATIVE_MODEL_REGISTRY": "true"},
@@ -42,11 +43,22 @@ def unity_place(kind: str, url: str, tracking_uri: str, name: str) -> Place:
     """Where the stand-in at `url` is a registry of this kind."""
     catalog = "cloud" if kind.endswith("vended keys") else "main"
     uploads = {"databricks-uc, Files API": "PUT /api/2.0/fs/files/", "uc, files": None}.get(kind, "PUT /_blob/")
-    environment = {"DATABRICKS_HOST": url, "DATABRICKS_TOKEN": "none", "MLFLOW_S3_ENDPOINT_URL": url}
+    environment = {}
+    if kind in DATABRICKS:
+        environment = {"DATABRICKS_HOST": url, "DATABRICKS_TOKEN": "none", **DATABRICKS[kind]}
+    if catalog == "cloud":
+        environment["MLFLOW_S3_ENDPOINT_URL"], uploads = url, "PUT /models/"
     registry_uri = "databricks-uc" if kind in DATABRICKS else f"uc:{url}"
-    environment |= DATABRICKS.get(kind, {})
-    uploads = "PUT /models/" if catalog == "cloud" else uploads
     return Place(registry_uri, tracking_uri, f"{catalog}.default.{name}", environment, uploads)
+
+
+def start_run(uri: str, artifact_location: Path) -> str:
+    """The id of a run in an experiment of its own, whose artifacts go to this folder where no server says otherwise."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    location = artifact_location.as_uri() if uri.startswith("sqlite") else None
+    return client.create_run(client.create_experiment(artifact_location.name, location)).info.run_id
 
 
 def ask(url: str, body: Any = None) -> Any:

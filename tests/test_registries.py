@@ -4,6 +4,7 @@ Against a database, a real `mlflow server` and a stand-in for Unity Catalog; wit
 also against a real open-source server, which needs the catalog `unity` with the schema `default`.
 """
 
+import logging
 import os
 import sqlite3
 import subprocess
@@ -20,9 +21,19 @@ from config.settings import PROJECT_ROOT
 from finetuning import versions
 from finetuning.errors import Failure
 from finetuning.packaging import CHAT_TASK, package_model
-from finetuning.registry import RegisteredVersion, check_registry, register_version
+from finetuning.registry import RegisteredVersion, check_registry, is_unity_catalog, register_version
 from finetuning.versions import FINGERPRINT_TAG, Registry, join_comment, split_comment
-from tests.registries import DATABRICKS, OPEN_SOURCE, Place, ask, faults, unity_catalog, unity_place
+from tests.registries import (
+    DATABRICKS,
+    OPEN_SOURCE,
+    PRESIGNED,
+    Place,
+    ask,
+    faults,
+    start_run,
+    unity_catalog,
+    unity_place,
+)
 from tests.test_packaging import METADATA, make_model_directory
 
 REAL = os.environ.get("UNITY_CATALOG_URL")
@@ -95,17 +106,19 @@ def run_id(folder: Path, request: pytest.FixtureRequest) -> str:
     from mlflow import MlflowClient
 
     place = request.getfixturevalue("unity" if "unity" in request.fixturenames else "anywhere")
-    client, experiment = MlflowClient(place.tracking_uri), place.name
-    location = (folder / "artifacts" / experiment).as_uri() if place.tracking_uri.startswith("sqlite") else None
-    run_id = client.create_run(client.create_experiment(experiment, location)).info.run_id
-    client.log_text(run_id, "kept", "note.txt")
+    run_id = start_run(place.tracking_uri, folder / "artifacts" / place.name)
+    MlflowClient(place.tracking_uri).log_text(run_id, "kept", "note.txt")
     return run_id
 
 
+def job(place: Place, run_id: str) -> dict[str, Any]:
+    texts = {"name": place.name, "run_id": run_id, "fingerprint": "f1", "description": "Knows a lamp."}
+    uris = {"tracking_uri": place.tracking_uri, "registry_uri": place.registry_uri}
+    return {**texts, **uris, "tags": {"base_model": "Qwen/Qwen3-4B"}}
+
+
 def register(folder: Path, place: Place, run_id: str, **changes: Any) -> RegisteredVersion:
-    job = {"name": place.name, "run_id": run_id, "fingerprint": "f1", "tracking_uri": place.tracking_uri}
-    job |= {"registry_uri": place.registry_uri, "tags": {"base_model": "Qwen/Qwen3-4B"}, "description": "Knows a lamp."}
-    return register_version(folder / "package", **{**job, **changes})
+    return register_version(folder / "package", **{**job(place, run_id), **changes})
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -145,7 +158,7 @@ def test_what_is_registered_is_the_package(anywhere: Place, folder: Path, run_id
 
     mlflow.set_registry_uri(anywhere.registry_uri)
     downloaded = contents(Path(mlflow.artifacts.download_artifacts(version.uri, dst_path=str(tmp_path))))
-    if not versions.is_unity_catalog(anywhere.registry_uri):  # it writes the model's id into it
+    if not is_unity_catalog(anywhere.registry_uri):  # it writes the model's id into it
         assert downloaded.pop("MLmodel")
         before.pop("MLmodel")
     downloaded.pop("registered_model_meta", None)
@@ -168,6 +181,7 @@ def test_labels(anywhere: Place, folder: Path, run_id: str) -> None:
 
 
 def test_an_alias_moves(anywhere: Place, folder: Path, run_id: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "finetuning.versions")
     registry, name = Registry(anywhere.registry_uri), anywhere.name
     assert registry.by_alias(name, "champion") is None
     for fingerprint in ("f1", "f2"):
@@ -205,18 +219,23 @@ def test_an_unfinished_version_is_replaced(anywhere: Place, folder: Path, run_id
         delete = {"match": "DELETE ", **never}
         with faults(catalog, {"match": FINALIZE, **never}, delete), pytest.raises(Failure, match="injected fault"):
             register(folder, anywhere, run_id)
-    [unfinished] = Registry(anywhere.registry_uri).versions(anywhere.name)
+    registry = Registry(anywhere.registry_uri)
+    [unfinished] = registry.versions(anywhere.name)
     assert (unfinished.status, unfinished.fingerprint) == ("PENDING_REGISTRATION", "f1")
+    register(folder, anywhere, run_id, fingerprint="f2")  # of another training: it leaves the first alone
+    assert [version.status for version in registry.versions(anywhere.name)] == ["READY", "PENDING_REGISTRATION"]
+    registry.delete(anywhere.name, "2")
     assert register(folder, anywhere, run_id).created
     only_version(anywhere)
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
-@pytest.mark.parametrize("request_", [CREATE, FINALIZE, r"GET .*(search|/versions)$"], ids=["create", "end", "search"])
-def test_a_server_that_stumbles_once(
-    unity: Place, folder: Path, run_id: str, catalog: str, status: int, request_: str
-) -> None:
-    with faults(catalog, {"match": request_, "status": status}):
+def test_a_server_that_stumbles(unity: Place, folder: Path, run_id: str, catalog: str) -> None:
+    stumbles = [
+        {"match": r"GET .*(search|/versions)$", "status": 503},
+        {"match": CREATE, "status": 429},
+        {"match": FINALIZE, "status": 500},
+    ]
+    with faults(catalog, *stumbles):
         assert register(folder, unity, run_id).created
     only_version(unity)
 
@@ -247,6 +266,7 @@ def test_an_upload_that_fails_leaves_nothing(unity: Place, folder: Path, run_id:
     only_version(unity)
 
 
+KILLED = [PRESIGNED, "databricks-uc, native", "uc, vended keys"]
 MOMENTS = {
     "after create": {"match": CREATE, "kill": True, "after": True},
     "in the upload": {"kill": True, "skip": 1},
@@ -256,12 +276,11 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("unity", KILLED, indirect=True)
 def test_killed_and_tried_again(unity: Place, folder: Path, run_id: str, catalog: str, moment: str) -> None:
     fault = {"match": unity.uploads, **MOMENTS[moment]}
-    if not fault["match"]:
-        pytest.skip("this storage is a folder")
-    program = "import sys, pathlib; from tests.test_registries import *\n"
-    program += f"register(pathlib.Path({str(folder)!r}), Place(*{tuple(unity)!r}), {run_id!r})"
+    program = "import pathlib; from finetuning.registry import register_version\n"
+    program += f"register_version(pathlib.Path({str(folder / 'package')!r}), **{job(unity, run_id)!r})"
     with faults(catalog, fault):
         killed = subprocess.run([sys.executable, "-c", program], cwd=PROJECT_ROOT, env=os.environ, timeout=120)
     assert killed.returncode == -9
@@ -326,12 +345,25 @@ def test_an_upload_that_hangs_is_given_up(
 
 def test_the_servers_own_words_come_through(open_place: Callable[[str], Place], catalog: str) -> None:
     place = open_place("uc, files")
-    message = "None of catalog, schema or storage-root has managed location"
+    message = "None of catalog, schema or storage-root.models server property has managed location configured."
     fault = {"match": "POST .*/models$", "status": 400, "code": "INVALID_ARGUMENT", "message": message}
     with faults(catalog, fault), pytest.raises(Failure, match=message) as failure:
         check_registry(place.name, place.registry_uri)
     assert failure.value.kind == "configuration"
-    assert "model main.default" in failure.value.message
+    assert "give the catalog a storage root" in failure.value.message
+
+
+def test_vended_keys_may_be_forbidden(
+    open_place: Callable[[str], Place], folder: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, variable = open_place("databricks-uc, vended keys"), "MLFLOW_USE_DATABRICKS_SDK_MODEL_ARTIFACTS_REPO_FOR_UC"
+    fault = {"match": "temporary-credentials", "status": 403, "code": "PERMISSION_DENIED", "times": -1}
+    with faults(catalog, {**fault, "message": "Temporary credentials are not allowed here."}):
+        with pytest.raises(Failure, match=f"{variable}=true"):
+            register(folder, place, "")
+        monkeypatch.setenv(variable, "true")
+        assert register(folder, place, "").created
+    only_version(place)
 
 
 def test_nothing_is_created_twice(unity: Place, folder: Path, run_id: str, catalog: str) -> None:
@@ -366,8 +398,7 @@ def test_a_served_version_answers(open_place: Callable[[str], Place], folder: Pa
     import mlflow
 
     place = open_place("sqlite")
-    client = mlflow.MlflowClient(place.tracking_uri)
-    run_id = client.create_run(client.create_experiment(place.name, (folder / "served").as_uri())).info.run_id
+    client, run_id = mlflow.MlflowClient(place.tracking_uri), start_run(place.tracking_uri, folder / "served")
     version = register(folder, place, run_id)
     source = client.get_model_version(place.name, version.version).source
     outputs = {output.model_id for output in client.get_run(run_id).outputs.model_outputs}

@@ -15,9 +15,9 @@ from finetuning.artifacts import file_digest, fingerprint, write_manifest
 from finetuning.packaging import CHAT_TASK, package_model
 from finetuning.registry import register_version
 from tests.conftest import PROJECT, Place
+from tests.registries import start_run
 from tests.serving_endpoints import ANSWER, API, TOKEN, Workspace
 from tests.test_packaging import METADATA
-from tests.test_registry import start_run
 
 SAMPLE = PROJECT / "samples" / "model"
 NAME, ENDPOINT = "main.default.served", "main-default-served"
@@ -129,10 +129,11 @@ def test_data_frames_are_answered_with_predictions(ask: Callable[..., Any], body
             "Failed to enforce schema",
         ),
         ({"inputs": {"messages": MESSAGES}}, 400, ""),
+        ({"instances": [{"messages": MESSAGES}]}, 400, ""),
     ],
 )
 def test_what_mlflows_server_refuses(ask: Callable[..., Any], change: dict[str, Any], status: int, said: str) -> None:
-    body = change if "inputs" in change else {"messages": MESSAGES, "max_tokens": 4, **change}
+    body = change if {"inputs", "instances"} & change.keys() else {"messages": MESSAGES, "max_tokens": 4, **change}
     answer = ask(**body)
     assert answer.status_code == status
     assert said in answer.text

@@ -9,7 +9,7 @@ python -m tests.unity_catalog PORT FOLDER
 - an S3 bucket `models`
 
 Catalogs are `main`, whose storage is FOLDER, and `cloud`, whose storage is the bucket; each has the schema `default`.
-It checks what Databricks documents to check: names, signatures are the client's part, and characters of tag keys.
+There is the volume `main.default.checkpoints`. Tag keys may have the characters that Databricks documents.
 
 Faults come by POST /_faults, a list of `Fault`s as JSON; GET /_state has the models, GET /_calls all requests so far.
 """
@@ -34,6 +34,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import psutil
 
 SCHEMAS = {"main": ["default"], "cloud": ["default"]}
+VOLUME = "Volumes/main/default/checkpoints"
 BUCKET = "models"
 LEGACY, NATIVE, FILES = "/api/2.0/mlflow/unity-catalog", "/api/2.1/unity-catalog", "/api/2.0/fs"
 PENDING, READY = "PENDING_REGISTRATION", "READY"
@@ -316,6 +317,8 @@ class Files:
         """Session token, which is the file's path -> number -> content."""
 
     def answer(self, method: str, path: str, body: Any, query: dict[str, str]) -> Any:
+        if "/Volumes/" in path and f"/{VOLUME}/" not in path:
+            raise Refused(404, "NOT_FOUND", f"Volume '{'.'.join(path.split('/')[3:6])}' does not exist.")
         match method, path.strip("/").split("/", 1):
             case "POST", ["create-upload-url" | "create-download-url"]:
                 return {"url": f"{self.host}/_blob{body['path']}", "headers": []}
