@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from finetuning.artifacts import read_json, write_json
 from finetuning.classify import classify
@@ -47,8 +47,14 @@ def main(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         write_json(job_file.with_name(RESULT), outcome)
     except OSError:  # a full disk: what happened must not be lost with it
         print(OUTCOME, json.dumps(outcome))
+    leave(0 if outcome["status"] == "done" else 1)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without waiting for threads: an upload that was given up may hang in one of MLflow's for ever."""
     sys.stdout.flush()
-    sys.exit(0 if outcome["status"] == "done" else 1)
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _stop(number: int, frame: Any) -> None:

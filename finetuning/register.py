@@ -121,7 +121,8 @@ def by_hand(arguments: list[str]) -> None:
     try:
         version = run({"model_directory": directory, "registered_model_name": registry.registered_model_name})
     except Failure as failure:
-        sys.exit(str(failure))
+        print(failure, file=sys.stderr)
+        child.leave(1)
     print(f"{version['name']} version {version['version']} ({'new' if version['created'] else 'there already'})")
 
 

@@ -103,9 +103,9 @@ def test_tasks_hand_over_small_values_only() -> None:
     import flows.finetune as flow
 
     tasks = [value for value in vars(flow).values() if isinstance(value, Task)]
-    assert len(tasks) == 9
+    assert len(tasks) == 11
     for task in tasks:
         hints = typing.get_type_hints(task.fn)
         assert set(hints) == {*inspect.signature(task.fn).parameters, "return"}
         for hint in hints.values():
-            assert hint.__module__.split(".")[0] in ("config", "finetuning", "tasks", "builtins", "typing"), hint
+            assert hint.__module__.split(".")[0] in ("config", "finetuning", "tasks", "builtins", "typing", "pathlib"), hint
