@@ -3,16 +3,20 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from config.settings import Settings
 from finetuning.artifacts import read_manifest
+from finetuning.bounded import within
 from finetuning.errors import Failure
 from finetuning.registry import Registry
 
 ALIAS, CHALLENGER = "champion", "challenger"
+DOWNLOAD_SECONDS = 3600
+"""What a download may take: MLflow sets no limit to some of its requests."""
 logger = logging.getLogger(__name__)
 
 
@@ -56,6 +60,7 @@ def download(uri: str, target: Path) -> Path:
     mlflow.set_tracking_uri(settings.tracking_uri)
     mlflow.set_registry_uri(settings.registry_uri)
     try:
-        return Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(target)))
+        call = partial(mlflow.artifacts.download_artifacts, artifact_uri=uri, dst_path=str(target))
+        return Path(within(DOWNLOAD_SECONDS, call))
     except Exception as error:
         raise Failure("transient", f"{uri} could not be downloaded: {' '.join(str(error).split())[:300]}") from error

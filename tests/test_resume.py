@@ -108,4 +108,11 @@ def test_tasks_hand_over_small_values_only() -> None:
         hints = typing.get_type_hints(task.fn)
         assert set(hints) == {*inspect.signature(task.fn).parameters, "return"}
         for hint in hints.values():
-            assert hint.__module__.split(".")[0] in ("config", "finetuning", "tasks", "builtins", "typing", "pathlib"), hint
+            assert hint.__module__.split(".")[0] in (
+                "config",
+                "finetuning",
+                "tasks",
+                "builtins",
+                "typing",
+                "pathlib",
+            ), hint
