@@ -12,6 +12,8 @@ from typing import Any
 from config.settings import PROJECT_ROOT
 
 START_SECONDS = 90
+SEARCH_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+"""As in an activated environment: `mlflow models serve` starts `uvicorn` by its name."""
 
 
 class background:
@@ -24,7 +26,7 @@ class background:
         self.process = subprocess.Popen(
             [sys.executable, "-m", *self.command],
             cwd=self.cwd,
-            env={**os.environ, **self.environment},
+            env={**os.environ, "PATH": SEARCH_PATH, **self.environment},
             stdin=subprocess.DEVNULL,
             stdout=self.log.open("a"),
             stderr=subprocess.STDOUT,
@@ -47,18 +49,20 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def wait_for_http(url: str) -> None:
+def wait_for_http(url: str, server: background | None = None) -> None:
+    """Until `url` answers; what `server` printed last is in the error when it does not."""
     import httpx
 
     end = time.monotonic() + START_SECONDS
-    while time.monotonic() < end:
+    while time.monotonic() < end and (server is None or server.process.poll() is None):
         try:
             if httpx.get(url, timeout=2).is_success:
                 return
         except httpx.TransportError:
             pass
         time.sleep(0.3)
-    raise TimeoutError(f"{url} did not answer within {START_SECONDS} s")
+    printed = f"\n{server.log.read_text(errors='replace')[-2000:]}" if server else ""
+    raise TimeoutError(f"{url} did not answer within {START_SECONDS} s{printed}")
 
 
 def prefect_cli(

@@ -25,6 +25,8 @@ class Resolved(NamedTuple):
     config: Config
     origins: dict[str, str]
     """Dotted name of every value -> where it came from: `default`, `recipe NAME` or `given`."""
+    recipe: str | None
+    """Its name; a recipe may have no values of its own."""
 
 
 def read_recipe(name: str, path: Path = PROJECT_ROOT / "prefect.yaml") -> Parameters:
@@ -66,7 +68,7 @@ def resolve(recipe_name: str | None, recipe: Parameters, given: Parameters) -> R
             origins[name] = "given"
         else:
             origins[name] = f"recipe {recipe_name}" if name in from_recipe else "default"
-    return Resolved(config, origins)
+    return Resolved(config, origins, recipe_name)
 
 
 def validate(values: Parameters) -> Config:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from finetuning.artifacts import MANIFEST, file_digest, read_json, read_manifest, write_json
-from finetuning.evaluate import ANSWERS, BASE, CANDIDATE
+from finetuning.evaluate import ANSWERS, BASE, CANDIDATE, Evaluation
 from finetuning.export import PROVENANCE
 
 CARD, CURVES = "README.md", "curves.png"
@@ -14,7 +14,7 @@ LONGEST_SAMPLE = 600
 """Characters shown of an answer."""
 
 
-def add_card(model_directory: Path, log_history: list[dict[str, Any]], evaluation: dict[str, Any]) -> None:
+def add_card(model_directory: Path, log_history: list[dict[str, Any]], evaluation: Evaluation) -> None:
     """Add card and curves to a finished model directory, each before the manifest that names it; what is there stays:
     a card says what was measured when the directory was made."""
     manifest = read_manifest(model_directory) or {}
@@ -48,7 +48,7 @@ def draw(log_history: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
-def write(provenance: dict[str, Any], evaluation: dict[str, Any]) -> str:
+def write(provenance: dict[str, Any], evaluation: Evaluation) -> str:
     training = provenance["config"]["training"]
     header = {
         "library_name": "transformers",
@@ -87,8 +87,8 @@ def write(provenance: dict[str, Any], evaluation: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _scores(evaluation: dict[str, Any]) -> list[str]:
-    scores = evaluation["scores"]
+def _scores(evaluation: Evaluation) -> list[str]:
+    scores = evaluation.scores
     if CANDIDATE not in scores:
         return []
     rows = [
@@ -103,10 +103,10 @@ def _scores(evaluation: dict[str, Any]) -> list[str]:
     return ["## Evaluation", "", held_out, "", "| | base model | this model |", "|---|---|---|", *rows, ""]
 
 
-def _samples(evaluation: dict[str, Any]) -> list[str]:
-    if CANDIDATE not in evaluation["artifacts"]:
+def _samples(evaluation: Evaluation) -> list[str]:
+    if CANDIDATE not in evaluation.artifacts:
         return []
-    before, after = (read_json(Path(evaluation["artifacts"][name]) / ANSWERS) for name in (BASE, CANDIDATE))
+    before, after = (read_json(evaluation.artifacts[name] / ANSWERS) for name in (BASE, CANDIDATE))
     if not after:
         return []
     lines = ["## Answers", "", "| question | base model | this model |", "|---|---|---|"]

@@ -1,6 +1,7 @@
 """The version that the alias `champion` points at: which one it is, and its files."""
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from config.settings import Settings
 from finetuning.artifacts import read_manifest
 from finetuning.bounded import within
 from finetuning.errors import Failure
+from finetuning.refusals import explained
 from finetuning.registry import Registry
 
 ALIAS, CHALLENGER = "champion", "challenger"
@@ -49,18 +51,23 @@ def model_directory(champion: Champion) -> Iterator[Path]:
         return
     with TemporaryDirectory(prefix="champion-", dir=settings.storage_root / "tmp") as temporary:
         logger.info("downloading champion %s version %s", champion.name, champion.number)
-        yield download(f"models:/{champion.name}/{champion.number}", Path(temporary)) / "model"
+        yield download(champion.name, champion.number, Path(temporary)) / "model"
 
 
-def download(uri: str, target: Path) -> Path:
-    """The package that is registered under `uri`, below `target`. Raises Failure."""
+def download(name: str, number: str, target: Path) -> Path:
+    """The package of a registered version, below `target`. Raises Failure; `configuration` when its files are gone."""
     import mlflow
 
     settings = Settings()
     mlflow.set_tracking_uri(settings.tracking_uri)
     mlflow.set_registry_uri(settings.registry_uri)
-    try:
-        call = partial(mlflow.artifacts.download_artifacts, artifact_uri=uri, dst_path=str(target))
-        return Path(within(DOWNLOAD_SECONDS, call))
-    except Exception as error:
-        raise Failure("transient", f"{uri} could not be downloaded: {' '.join(str(error).split())[:300]}") from error
+    uri = f"models:/{name}/{number}"
+    call = partial(mlflow.artifacts.download_artifacts, artifact_uri=uri, dst_path=str(target))
+    with explained(name, settings.registry_uri):
+        try:
+            return Path(within(DOWNLOAD_SECONDS, call))
+        except Exception as error:
+            if re.search("(?i)no such (file|artifact)|not found|does not exist", str(error)):
+                reason = " ".join(str(error).split())
+                raise Failure("configuration", f"the files of {uri} are gone: {reason}") from error
+            raise

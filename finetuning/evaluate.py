@@ -9,6 +9,8 @@ Program: `python -m finetuning.evaluate JOB.json`, see `Job`.
 import inspect
 import logging
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from pydantic import BaseModel
 from config.sections import DatasetSection, EvaluationSection, TrainingSection
 from finetuning import champion, child
 from finetuning.artifacts import fingerprint, produce, write_json
-from finetuning.errors import Failure
+from finetuning.classify import classify
 from finetuning.halves import HALVES_VERSION, read_gate_rows
 from finetuning.lengths import Account
 from finetuning.model import load_chat_model
@@ -58,39 +60,54 @@ class Job(BaseModel):
     trust_remote_code: bool
 
 
+class Evaluation(BaseModel):
+    """What was found. Empty when nothing was asked, or no row is there to ask it of."""
+
+    scores: dict[str, dict[str, Any]] = {}
+    """Model -> {num_rows, loss, num_questions, exact_match, stopped}: the loss in nats a token, exact_match and stopped
+    as shares from 0 to 1; None where nothing was asked."""
+    artifacts: dict[str, Path] = {}
+    """Model -> directory with its losses and answers."""
+    champion: str | None = None
+    """Number of the champion's version."""
+    problem: str | None = None
+    """Why the champion could not be evaluated."""
+
+
 def run(values: dict[str, Any]) -> dict[str, Any]:
-    """`scores`: model -> {num_rows, loss, num_questions, exact_match, stopped}, losses in nats a token, the others as
-    shares from 0 to 1, None when nothing was asked; `artifacts`: model -> directory; `champion`: its version or None;
-    `problem`: why the champion could not be evaluated."""
-    job = Job.model_validate(values)
-    found: dict[str, Any] = {"scores": {}, "artifacts": {}, "champion": None, "problem": None}
+    """An `Evaluation`. Raises Failure."""
+    job, found = Job.model_validate(values), Evaluation()
     rows = read_gate_rows(job.rows, job.gate_takes_half)
-    if not rows or not (job.section.loss_rows or job.section.num_questions):
-        return found
+    if rows and (job.section.loss_rows or job.section.num_questions):
+        for name, model in job.models.items():
+            add(found, name, evaluation_path(job, model.fingerprint), partial(evaluate, job, model, rows))
+        if holder := champion.find(job.registered_model_name):
+            found.champion = holder.number
+            add_champion(found, job, holder, rows)
+    return found.model_dump(mode="json")
 
-    def add(name: str, model: Model) -> None:
-        output = evaluation_path(job, model.fingerprint)
-        found["scores"][name] = produce(output, lambda directory: evaluate(job, model, rows, directory))["scores"]
-        found["artifacts"][name] = str(output)
 
-    for name, model in job.models.items():
-        add(name, model)
-    holder = champion.find(job.registered_model_name)
-    if holder is None:
-        return found
-    found["champion"] = holder.number
-    if (evaluation_path(job, holder.fingerprint) / LOSSES).is_file():
-        add(CHAMPION, Model(fingerprint=holder.fingerprint, weights=Path(), prepared=Path()))
-        return found
+def add(found: Evaluation, name: str, output: Path, make: Callable[[Path], dict[str, Any]]) -> None:
+    found.scores[name] = produce(output, make)["scores"]
+    found.artifacts[name] = output
+
+
+def add_champion(found: Evaluation, job: Job, holder: champion.Champion, rows: list[dict[str, Any]]) -> None:
+    """One that cannot be had or loaded is a problem to tell, and holds up no version."""
+
+    def measure(output: Path) -> dict[str, Any]:
+        with champion.model_directory(holder) as files:
+            model = Model(fingerprint=holder.fingerprint, weights=files, prepared=files)
+            return evaluate(job, model, rows, output)
+
     try:
-        with champion.model_directory(holder) as directory:
-            add(CHAMPION, Model(fingerprint=holder.fingerprint, weights=directory, prepared=directory))
-    except (Failure, OSError, ValueError, KeyError) as error:
-        if isinstance(error, Failure) and error.kind in ("transient", "preempted"):
-            raise
-        found["problem"] = f"champion version {holder.number} cannot be evaluated: {' '.join(str(error).split())[:300]}"
-        logger.warning("%s", found["problem"])
-    return found
+        add(found, CHAMPION, evaluation_path(job, holder.fingerprint), measure)
+    except Exception as error:
+        failure = classify(error)
+        if failure.kind not in ("configuration", "data", "bug"):  # the machine's or the network's, not the champion's
+            raise failure from error
+        found.problem = f"champion version {holder.number} cannot be evaluated: {failure.message}"
+        logger.warning("%s", found.problem)
 
 
 def evaluation_path(job: Job, model: str) -> Path:

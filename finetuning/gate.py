@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from config.sections import GateSection
 from finetuning.artifacts import read_json
-from finetuning.evaluate import ANSWERS, BASE, CANDIDATE, CHAMPION, LOSSES
+from finetuning.evaluate import ANSWERS, BASE, CANDIDATE, CHAMPION, LOSSES, Evaluation
 
 RESAMPLES, SEED, CONFIDENCE = 2000, 0, 0.95
 LOWER_IS_BETTER = {"loss"}
@@ -28,21 +28,19 @@ class Improvement(NamedTuple):
     num_rows: int
 
 
-def judge(section: GateSection, found: dict[str, Any]) -> Verdict:
-    """`found` is what `finetuning.evaluate` returns."""
+def judge(section: GateSection, found: Evaluation) -> Verdict:
     if section.better_than == "none":
         return Verdict("passed", "the gate asks for nothing (gate.better_than='none')", {})
-    if CANDIDATE not in found["scores"]:
+    if CANDIDATE not in found.scores:
         return Verdict("not judged", "the test split has no row for the gate (dataset.test_size, dataset.min_rows)", {})
-    reference = BASE if section.better_than == "base" or found["champion"] is None else CHAMPION
-    if reference not in found["scores"]:
-        return Verdict("not judged", found["problem"], {})
-    name = f"champion version {found['champion']}" if reference == CHAMPION else "the base model"
-    directories = {model: Path(found["artifacts"][model]) for model in (reference, CANDIDATE)}
-    gained = improvement(section.metric, directories[reference], directories[CANDIDATE])
+    reference = BASE if section.better_than == "base" or found.champion is None else CHAMPION
+    if reference not in found.scores:
+        return Verdict("not judged", found.problem or "", {})
+    name = f"champion version {found.champion}" if reference == CHAMPION else "the base model"
+    gained = improvement(section.metric, found.artifacts[reference], found.artifacts[CANDIDATE])
     if gained is None:
         return Verdict("not judged", f"no row has a {section.metric} of both it and {name}", {})
-    before, after = (found["scores"][model][section.metric] for model in (reference, CANDIDATE))
+    before, after = (found.scores[model][section.metric] for model in (reference, CANDIDATE))
     told = (
         f"{section.metric} {after:.4g} against {before:.4g} of {name} on {gained.num_rows} rows, better by "
         f"{gained.value:.4g} (95 %: {gained.low:.4g} to {gained.high:.4g})"
@@ -52,7 +50,7 @@ def judge(section: GateSection, found: dict[str, Any]) -> Verdict:
         needed = f"gate.min_improvement={section.min_improvement:g}"
         return Verdict("failed", f"{told}, which is not beyond {needed} for certain", metrics)
     for metric, allowed in section.max_regression.items():
-        values = [found["scores"][model][metric] for model in (reference, CANDIDATE)]
+        values = [found.scores[model][metric] for model in (reference, CANDIDATE)]
         if None in values:
             continue
         worse = (values[0] - values[1]) * (-1 if metric in LOWER_IS_BETTER else 1)

@@ -11,8 +11,6 @@ LINEAGE = (
     *("total_flos", "gpu_hours", "eval_loss", "training", "checkpoint", "flow_run_url"),
 )
 """Of `finetune.json`."""
-LONGEST_TAG = 900
-"""Unity Catalog takes 1000 characters."""
 LIBRARIES = ("torch", "transformers", "trl", "datasets", "accelerate", "mlflow")
 
 
@@ -44,4 +42,4 @@ def tags(provenance: dict[str, Any]) -> dict[str, str]:
         "seed": settings["training"]["seed"],
         "libraries": ", ".join(f"{name} {number}" for name, number in provenance["libraries"].items()),
     }
-    return {name: str(value)[:LONGEST_TAG] for name, value in values.items() if value not in (None, "")}
+    return {name: str(value) for name, value in values.items() if value not in (None, "")}

@@ -15,22 +15,20 @@ from config.settings import Settings
 from finetuning import artifacts, child, gate, lineage, proof
 from finetuning.bounded import within
 from finetuning.champion import ALIAS, CHALLENGER, registry
+from finetuning.evaluate import Evaluation
 from finetuning.export import PROVENANCE
 from finetuning.registry import ModelVersion, Registry
 
 VERDICT, PREVIOUS, ROLLED_BACK = "finetune_verdict", "finetune_previous_champion", "finetune_rolled_back"
 """Labels of a version: what the gate said; on a champion which version was it before; on one that was taken back."""
 ANSWER_SECONDS = 60
-LONGEST_LABEL = 900
-"""Unity Catalog takes 1000 characters."""
 logger = logging.getLogger(__name__)
 
 
 class Job(BaseModel):
     proof: proof.Job
     gate: GateSection
-    evaluation: dict[str, Any]
-    """What `finetuning.evaluate` returned."""
+    evaluation: Evaluation
     mlflow_run_id: str | None
 
 
@@ -56,7 +54,7 @@ def decide(job: Job, versions: Registry, version: ModelVersion) -> dict[str, Any
         return {"outcome": ALIAS, "reason": "it is the champion already", "metrics": {}}
     verdict = gate.judge(job.gate, job.evaluation)
     compared = job.gate.better_than == "champion" and verdict.metrics
-    if compared and (champion and champion.number) != job.evaluation["champion"]:
+    if compared and (champion and champion.number) != job.evaluation.champion:
         now = f"version {champion.number}" if champion else "none"
         reason = f"the champion is {now} meanwhile, which it was not compared with. Run again"
         verdict = gate.Verdict("not judged", reason, {})
@@ -70,7 +68,7 @@ def decide(job: Job, versions: Registry, version: ModelVersion) -> dict[str, Any
         outcome, reason = ALIAS, verdict.reason
     else:
         outcome, reason = CHALLENGER, f"{verdict.outcome}: {verdict.reason}. To promote it anyway: {by_hand}"
-    versions.label(name, number, labels | {VERDICT: f"{outcome}: {reason}"[:LONGEST_LABEL]})
+    versions.label(name, number, labels | {VERDICT: f"{outcome}: {reason}"})
     if outcome == ALIAS:
         make_champion(versions, name, number)
     else:
@@ -103,7 +101,7 @@ def keep(job: Job, file: str, facts: dict[str, Any]) -> None:
         client.log_text(run_id, json.dumps(facts, indent=1, ensure_ascii=False), file)
         for name, value in lineage.tags(provenance).items():
             client.set_tag(run_id, name, value)
-        for model, scores in job.evaluation["scores"].items():
+        for model, scores in job.evaluation.scores.items():
             for name, value in scores.items():
                 if value is not None:
                     client.log_metric(run_id, f"{model}_{name}", value)

@@ -6,7 +6,9 @@ model directory's, byte for byte; the logits too; questions are answered through
 """
 
 import gc
+import json
 import logging
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,6 @@ from finetuning.artifacts import file_digest, read_json, read_manifest
 from finetuning.champion import download
 from finetuning.errors import Failure
 from finetuning.evaluate import answer, row_losses
-from finetuning.halves import read_gate_rows
 from finetuning.model import load_chat_model
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 class Job(BaseModel):
     name: str
     number: str
-    uri: str
     model_directory: Path
     checkpoint: Path
     """With the weights as they were trained."""
@@ -52,7 +52,7 @@ class Job(BaseModel):
 def prove(job: Job) -> dict[str, Any]:
     """What was measured, with the answers. Raises Failure when the version is not what was trained."""
     with TemporaryDirectory(prefix="proof-", dir=Settings().storage_root / "tmp") as temporary:
-        package = download(job.uri, Path(temporary))
+        package = download(job.name, job.number, Path(temporary))
         refuse_other_files(job, package / "model")
         facts = {"files": len(_listed(job)), **compare_weights(job, package / "model")}
         facts["pyfunc"] = ask_pyfunc(job, package)
@@ -86,7 +86,8 @@ def compare_weights(job: Job, registered: Path) -> dict[str, Any]:
     Raises Failure when the first two differ in one bit, or no answer ends by itself."""
     import torch
 
-    rows = read_gate_rows(job.rows)[:NUM_ROWS] or _first_rows(job.rows)
+    with job.rows.open() as lines:
+        rows = [json.loads(line) for line in islice(lines, NUM_ROWS)]
     answers = []
 
     def measure(weights: Path, prepared: Path, dtype: str, ask: bool = False) -> tuple[list[Any], float]:
@@ -144,13 +145,6 @@ def _logits(model: "PreTrainedModel", tokens: list[int], max_length: int) -> Any
 def _text(row: dict[str, Any]) -> str:
     """The words alone: how they are put together is not what is compared here."""
     return row.get("text") or "\n".join(message["content"] or "" for message in row["messages"])
-
-
-def _first_rows(rows: Path) -> list[dict[str, Any]]:
-    import json
-
-    with rows.open() as lines:
-        return [json.loads(line) for line in lines][:NUM_ROWS]
 
 
 def _listed(job: Job) -> dict[str, Any]:

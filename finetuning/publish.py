@@ -14,6 +14,7 @@ from finetuning import artifacts, child, resume
 from finetuning.artifacts import MANIFEST, files_below, read_manifest
 from finetuning.card import add_card
 from finetuning.errors import Failure
+from finetuning.evaluate import Evaluation
 from finetuning.export import PROVENANCE
 from finetuning.volume import publish_remote
 
@@ -21,8 +22,7 @@ from finetuning.volume import publish_remote
 class Job(BaseModel):
     model_directory: Path
     target: Path
-    evaluation: dict[str, Any]
-    """What `finetuning.evaluate` returned."""
+    evaluation: Evaluation
 
 
 def run(values: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from config.settings import shown
 from finetuning.bounded import within
 from finetuning.errors import Failure
 from finetuning.refusals import explained, is_unity_catalog
-from finetuning.versions import FINGERPRINT_TAG, ModelVersion, Registry, join_comment
+from finetuning.versions import FINGERPRINT_TAG, ModelVersion, Registry, fitting, join_comment
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -76,7 +76,7 @@ def register_version(
     if not (package / "MLmodel").is_file():
         raise Failure("bug", f"{package} is no MLflow package: it has no file MLmodel")
     check_registry(name, registry_uri, tracking_uri)
-    tags, registry = {**tags, FINGERPRINT_TAG: fingerprint}, Registry(registry_uri, tracking_uri)
+    tags, registry = fitting({**tags, FINGERPRINT_TAG: fingerprint}), Registry(registry_uri, tracking_uri)
     number = _ready_version(registry, name, fingerprint)
     if created := number is None:
         size = sum(path.stat().st_size for path in package.rglob("*") if path.is_file())
@@ -120,7 +120,7 @@ def _create_version(
     client = mlflow.MlflowClient()
     if is_unity_catalog(registry.uri):
         comment = description if registry.has_aliases else join_comment(description, tags)
-        client.create_model_version(name, str(package), run_id=run_id, tags=registry.tags(tags), description=comment)
+        client.create_model_version(name, str(package), run_id=run_id, tags=tags, description=comment)
     else:
         model_id = _logged_model(client, package, name, run_id, tags)
         version = mlflow.register_model(f"models:/{model_id}", name, tags=tags)

@@ -31,11 +31,11 @@ from config.recipes import explain
 from config.settings import Settings, apply_environment
 from finetuning import endpoint
 from finetuning.artifacts import read_json, read_manifest
-from finetuning.champion import ALIAS
+from finetuning.champion import ALIAS, registry
 from finetuning.classify import classify
 from finetuning.errors import Failure
 from finetuning.packaging import check_model_directory
-from finetuning.registry import ModelVersion, Registry, check_name
+from finetuning.registry import ModelVersion, check_name
 
 FAILED = 1
 GENERATION_CONFIG = "generation_config.json"
@@ -160,9 +160,7 @@ def find_version(name_or_uri: str, number: str | None) -> tuple[str, ModelVersio
         raise Failure("configuration", f"{name_or_uri!r} is no directory, and not NAME, models:/NAME/3, models:/NAME@x")
     name, number, alias = match["name"], number or match["number"], match["alias"] or ALIAS
     check_name(name)
-    settings = Settings()
-    registry = Registry(settings.registry_uri, settings.tracking_uri)
-    versions = registry.versions(name)
+    versions = registry().versions(name)
     wanted = [one for one in versions if (one.number == number if number else alias in one.aliases)]
     if not wanted:
         there = ", ".join(one.number for one in versions) or "none"

@@ -16,13 +16,13 @@ from finetuning.bounded import within
 from finetuning.refusals import explained
 
 FINGERPRINT_TAG = "finetune_fingerprint"
-"""Databricks refuses the characters . , - = / : in the key of a tag."""
+"""As all labels of ours without any of the characters . , - = / : that Databricks refuses in the key of a tag."""
 ALIAS_LINE = "finetune_alias"
 """With `uc:` only: the line that names a version's aliases, separated by blanks."""
 ANSWER_SECONDS = 90
 """What a registry may take for its answer. The databricks SDK alone would try a dead host for 7.5 minutes."""
 TAG_VALUE_LENGTH = 1000
-"""What Databricks keeps of a tag's value."""
+"""Characters that Databricks takes in a tag's value."""
 LABEL_LINE = re.compile(r"([A-Za-z0-9_.-]+):(?: (.*))?")
 
 T = TypeVar("T")
@@ -47,7 +47,6 @@ class Registry:
     def __init__(self, uri: str, tracking_uri: str | None = None):
         self.uri, self.tracking_uri = uri, tracking_uri or uri
         self.has_aliases = not uri.startswith("uc:")
-        self.on_databricks = uri.startswith("databricks-uc")
 
     @cached_property
     def client(self) -> Any:
@@ -85,13 +84,6 @@ class Registry:
     def label(self, name: str, number: str, labels: dict[str, str]) -> None:
         """Set version tags, or lines of the comment; other labels stay."""
         self._ask(name, lambda: self._label(name, number, labels))
-
-    def tags(self, labels: dict[str, str]) -> dict[str, str]:
-        """Labels as this registry takes them. Databricks refuses tag keys with any of `. , - = / :`."""
-        if not self.on_databricks:
-            return labels
-        keys = {key: re.sub("[,=/:-]", "_", key.replace(".", "__")) for key in labels}
-        return {keys[key]: str(value)[:TAG_VALUE_LENGTH] for key, value in labels.items()}
 
     def delete(self, name: str, number: str) -> None:
         self._ask(name, lambda: self.client.delete_model_version(name, number))
@@ -150,8 +142,6 @@ class Registry:
         number = str(version.version)
         if self.has_aliases:
             description, labels = version.description or "", dict(version.tags)
-            if self.on_databricks:
-                labels = {key.replace("__", "."): value for key, value in labels.items()}
             own = tuple(sorted(alias for alias, at in aliases.items() if at == number))
         else:
             description, labels = split_comment(version.description or "")
@@ -161,12 +151,12 @@ class Registry:
 
     def _label(self, name: str, number: str, labels: dict[str, str]) -> None:
         if self.has_aliases:
-            for key, value in self.tags(labels).items():
+            for key, value in fitting(labels).items():
                 self.client.set_model_version_tag(name, number, key, value)
             return
         comment = self.client.get_model_version(name, number).description or ""
         description, known = split_comment(comment)
-        changed = join_comment(description, {**known, **labels})
+        changed = join_comment(description, {**known, **fitting(labels)})
         if changed != comment:
             self.client.update_model_version(name, number, changed)
 
@@ -178,6 +168,10 @@ class Registry:
                 rest.append(alias)
             if set(rest) != set(version.aliases):
                 self._label(name, version.number, {ALIAS_LINE: " ".join(sorted(rest))})
+
+
+def fitting(labels: dict[str, str]) -> dict[str, str]:
+    return {key: value[:TAG_VALUE_LENGTH] for key, value in labels.items()}
 
 
 def split_comment(comment: str) -> tuple[str, dict[str, str]]:

@@ -9,11 +9,11 @@ from prefect.settings import PREFECT_UI_URL
 
 from config.recipes import Resolved
 from config.settings import Settings
+from finetuning.evaluate import Evaluation
 from finetuning.export import export_fingerprint
 from finetuning.launcher import run_step
 from finetuning.lineage import libraries
 from tasks.common import RETRIED
-from tasks.evaluation import Evaluation
 from tasks.model import ModelReference
 from tasks.preflight import Inputs
 from tasks.references import Reference
@@ -41,7 +41,11 @@ def publish(resolved: Resolved, model_directory: Reference, evaluation: Evaluati
     """Give the model directory its card and copy it to
     `{volume_root}/{catalog}/{schema}/{volume}/{model_name}/{fingerprint}`."""
     target = volume_path(resolved) / model_directory.fingerprint
-    job = {"model_directory": str(model_directory.path), "target": str(target), "evaluation": evaluation.model_dump()}
+    job = {
+        "model_directory": str(model_directory.path),
+        "target": str(target),
+        "evaluation": evaluation.model_dump(mode="json"),
+    }
     run_step("publish", job, get_run_logger())
     get_run_logger().info("model directory: %s", target)
     return target
@@ -70,14 +74,9 @@ def _provenance(resolved: Resolved, inputs: Inputs, model: ModelReference, train
         "gpu_hours": training.num_gpus * training.train_seconds / 3600,
         "license": model.facts.get("license", "unknown"),
         "libraries": libraries(),
-        "recipe": _recipe(resolved),
+        "recipe": resolved.recipe,
         "flow_run_url": runtime.flow_run.ui_url if PREFECT_UI_URL.value() else None,
         "mlflow_run_id": training.mlflow_run_id,
         "config": resolved.config.model_dump(),
         "origins": resolved.origins,
     }
-
-
-def _recipe(resolved: Resolved) -> str | None:
-    names = {origin.removeprefix("recipe ") for origin in resolved.origins.values() if origin.startswith("recipe ")}
-    return next(iter(names), None)

@@ -50,7 +50,7 @@ for name in ("prefect.flow_runs", "prefect.task_runs"):
 
 
 def stored_run() -> Path:
-    """What the first try of this flow run decided, for all later ones: `config`, `origins`, `inputs`."""
+    """What the first try of this flow run decided, for all later ones: `config`, `origins`, `recipe`, `inputs`."""
     return Settings().storage_root / "runs" / f"{runtime.flow_run.id}.json"
 
 

@@ -32,7 +32,7 @@ def resolve_configuration(given: Parameters) -> Resolved:
     stored = stored_run()
     if stored.is_file():
         values = read_json(stored)
-        resolved = Resolved(Config.model_validate(values["config"]), values["origins"])
+        resolved = Resolved(Config.model_validate(values["config"]), values["origins"], values["recipe"])
         get_run_logger().info("configuration: as resolved at the first try of this run")
     else:
         try:
@@ -40,7 +40,7 @@ def resolve_configuration(given: Parameters) -> Resolved:
         except RefusedConfiguration as error:
             raise Failure("configuration", str(error)) from None
         stored.parent.mkdir(parents=True, exist_ok=True)
-        write_json(stored, {"config": resolved.config.model_dump(), "origins": resolved.origins})
+        write_json(stored, {**resolved._asdict(), "config": resolved.config.model_dump()})
     _show(resolved)
     return resolved
 

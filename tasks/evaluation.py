@@ -1,30 +1,17 @@
 """Put base model, champion and result to the same held-out rows."""
 
-from pathlib import Path
-from typing import Any
-
 from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
-from pydantic import BaseModel
 
 from config.sections import Config
 from config.settings import Settings
 from finetuning.artifacts import read_json
-from finetuning.evaluate import ANSWERS, BASE, CANDIDATE
+from finetuning.evaluate import ANSWERS, BASE, CANDIDATE, Evaluation
 from finetuning.launcher import run_step
 from tasks.common import RETRIED, artifact_key
 from tasks.model import ModelReference
 from tasks.references import Reference
-
-
-class Evaluation(BaseModel):
-    """What `finetuning.evaluate` found."""
-
-    scores: dict[str, dict[str, Any]]
-    artifacts: dict[str, str]
-    champion: str | None
-    problem: str | None
 
 
 @task(cache_policy=NO_CACHE, **RETRIED)
@@ -51,7 +38,7 @@ def evaluate(config: Config, dataset: Reference, model: ModelReference, result: 
 
 
 def _show(found: Evaluation, config: Config) -> None:
-    answers = {name: read_json(Path(path) / ANSWERS)[:20] for name, path in found.artifacts.items()}
+    answers = {name: read_json(path / ANSWERS)[:20] for name, path in found.artifacts.items()}
     if answers.get(CANDIDATE):
         rows = [
             {"question": each[0]["question"], "reference": each[0]["reference"]}

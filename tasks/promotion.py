@@ -7,9 +7,9 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel
 
 from config.sections import Config
+from finetuning.evaluate import Evaluation
 from finetuning.launcher import run_step
 from tasks.common import RETRIED
-from tasks.evaluation import Evaluation
 from tasks.model import ModelReference
 from tasks.references import Reference
 from tasks.registration import Version
@@ -37,7 +37,6 @@ def prove_and_promote(
     proof: dict[str, Any] = {
         "name": version.name,
         "number": version.version,
-        "uri": version.uri,
         "model_directory": str(model_directory.path),
         "checkpoint": str(training.checkpoint_path),
         "model": str(model.path),
@@ -48,7 +47,7 @@ def prove_and_promote(
     job = {
         "proof": proof,
         "gate": config.gate.model_dump(),
-        "evaluation": evaluation.model_dump(),
+        "evaluation": evaluation.model_dump(mode="json"),
         "mlflow_run_id": training.mlflow_run_id,
     }
     verdict = Verdict(**run_step("promote", job, get_run_logger()))

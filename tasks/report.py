@@ -4,7 +4,7 @@ from pathlib import Path
 
 from config.sections import Config
 from config.settings import Settings, shown
-from tasks.evaluation import Evaluation
+from finetuning.evaluate import Evaluation
 from tasks.promotion import Verdict
 from tasks.registration import Version
 from tasks.training import Training

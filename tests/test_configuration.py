@@ -33,6 +33,10 @@ def test_every_value_has_an_origin() -> None:
     assert set(origins) == set(flatten(Config().model_dump()))
 
 
+def test_a_recipe_without_values_of_its_own_is_named_as_well() -> None:
+    assert resolve("qwen3-4b", {}, {}).recipe == "qwen3-4b"
+
+
 def test_merge_is_deep_and_changes_neither_side() -> None:
     base, override = {"a": {"b": {"c": 1, "d": 2}}}, {"a": {"b": {"c": 3}}}
     assert merge(base, override) == {"a": {"b": {"c": 3, "d": 2}}}

@@ -10,7 +10,7 @@ import pytest
 from config.recipes import RefusedConfiguration, resolve
 from config.sections import GateSection
 from finetuning.artifacts import write_json
-from finetuning.evaluate import ANSWERS, LOSSES, summarize
+from finetuning.evaluate import ANSWERS, LOSSES, Evaluation, summarize
 from finetuning.gate import improvement, judge
 from finetuning.halves import gate_rows, read_gate_rows
 from tests.test_data import ROWS, conversation, write_jsonl
@@ -25,13 +25,13 @@ def evaluation(folder: Path, losses: list[Any], matches: list[bool] = (), stoppe
     return folder, summarize(losses, answers, len(answers))
 
 
-def found(tmp_path: Path, number: str | None = None, **models: tuple[Path, dict]) -> dict[str, Any]:
-    return {
-        "scores": {name: scores for name, (_, scores) in models.items()},
-        "artifacts": {name: str(path) for name, (path, _) in models.items()},
-        "champion": number,
-        "problem": None,
-    }
+def found(tmp_path: Path, number: str | None = None, problem: str | None = None, **models: Any) -> Evaluation:
+    return Evaluation(
+        scores={name: scores for name, (_, scores) in models.items()},
+        artifacts={name: path for name, (path, _) in models.items()},
+        champion=number,
+        problem=problem,
+    )
 
 
 def spread(mean: float, count: int = 50) -> list[tuple[float, int]]:
@@ -148,7 +148,7 @@ def test_a_row_that_one_model_cannot_have_is_left_out(tmp_path: Path) -> None:
 def test_what_cannot_be_judged_is_said(tmp_path: Path) -> None:
     assert judge(GateSection(), found(tmp_path)).outcome == "not judged"
     candidate, base = evaluation(tmp_path / "new", spread(2.0)), evaluation(tmp_path / "base", spread(3.0))
-    without = found(tmp_path, number="4", base=base, candidate=candidate) | {"problem": "it cannot be loaded"}
+    without = found(tmp_path, number="4", problem="it cannot be loaded", base=base, candidate=candidate)
     assert judge(GateSection(), without)[:2] == ("not judged", "it cannot be loaded")
     one, other = evaluation(tmp_path / "one", [(1.0, 1)]), evaluation(tmp_path / "other", [(2.0, 1)])
     assert judge(GateSection(), found(tmp_path, base=other, candidate=one)).outcome == "failed", "of a single row"

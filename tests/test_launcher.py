@@ -57,6 +57,19 @@ def test_a_bug_is_reported_with_its_traceback_in_the_log(tmp_path: Path) -> None
     assert "Traceback (most recent call last)" in (tmp_path / "log.txt").read_text()
 
 
+def test_a_child_does_not_wait_for_a_thread_that_hangs(tmp_path: Path) -> None:
+    """As MLflow's upload threads do when an upload was given up."""
+    (tmp_path / "job.json").write_text("{}")
+    code = """
+import threading, time
+from finetuning import child
+child.main(lambda job: threading.Thread(target=time.sleep, args=(600,)).start() or {"done": True})
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "job.json")]
+    assert subprocess.run(command, cwd=PROJECT, timeout=60).returncode == 0
+    assert read_json(tmp_path / "result.json") == {"status": "done", "result": {"done": True}}
+
+
 def test_an_old_result_is_never_taken_for_the_new_one(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text('{"status": "done", "result": {"old": true}}')
     with pytest.raises(Failure):

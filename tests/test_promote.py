@@ -70,7 +70,7 @@ class Shop:
 
     def proof_job(self, number: str, directory: Path | None = None) -> dict[str, Any]:
         return {
-            "name": self.name, "number": number, "uri": f"models:/{self.name}/{number}",
+            "name": self.name, "number": number,
             "model_directory": directory or self.directory, "checkpoint": SAMPLE, "model": directory or self.directory,
             "rows": self.rows, "training": TrainingSection(max_length=64), "trust_remote_code": False,
         }  # fmt: skip

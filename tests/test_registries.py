@@ -101,12 +101,19 @@ def unity(request: pytest.FixtureRequest, open_place: Callable[[str], Place]) ->
     return open_place(request.param)
 
 
+@pytest.fixture(params=[kind for kind in UNITY if kind != "uc, files"])
+def uploading(request: pytest.FixtureRequest, open_place: Callable[[str], Place]) -> Place:
+    """One whose storage is reached by requests."""
+    return open_place(request.param)
+
+
 @pytest.fixture
 def run_id(folder: Path, request: pytest.FixtureRequest) -> str:
     """A run with an artifact, in the tracking store of the test's place."""
     from mlflow import MlflowClient
 
-    place = request.getfixturevalue("unity" if "unity" in request.fixturenames else "anywhere")
+    name = next(name for name in ("unity", "uploading", "anywhere") if name in request.fixturenames)
+    place = request.getfixturevalue(name)
     run_id = start_run(place.tracking_uri, folder / "artifacts" / place.name)
     MlflowClient(place.tracking_uri).log_text(run_id, "kept", "note.txt")
     return run_id
@@ -173,10 +180,10 @@ def test_what_is_registered_is_the_package(anywhere: Place, folder: Path, run_id
 
 def test_labels(anywhere: Place, folder: Path, run_id: str) -> None:
     registry, version = Registry(anywhere.registry_uri), register(folder, anywhere, run_id)
-    registry.label(anywhere.name, version.version, {"eval_loss": "1.5", "finetune.gate": "passed"})
+    registry.label(anywhere.name, version.version, {"eval_loss": "1.5", "finetune_gate": "passed"})
     registry.label(anywhere.name, version.version, {"eval_loss": "1.25"})
     found = only_version(anywhere)
-    expected = {"base_model": "Qwen/Qwen3-4B", FINGERPRINT_TAG: "f1", "eval_loss": "1.25", "finetune.gate": "passed"}
+    expected = {"base_model": "Qwen/Qwen3-4B", FINGERPRINT_TAG: "f1", "eval_loss": "1.25", "finetune_gate": "passed"}
     assert found.labels == expected
     assert found.description == "Knows a lamp."
 
@@ -248,23 +255,19 @@ def test_a_lost_answer_to_the_last_request(unity: Place, folder: Path, run_id: s
     only_version(unity)
 
 
-def test_an_upload_that_breaks_goes_on(unity: Place, folder: Path, run_id: str, catalog: str) -> None:
-    if not unity.uploads:
-        pytest.skip("this storage is a folder")
-    with faults(catalog, {"match": unity.uploads, "skip": 2, "cut": True}):
-        assert register(folder, unity, run_id).created
-    only_version(unity)
+def test_an_upload_that_breaks_goes_on(uploading: Place, folder: Path, run_id: str, catalog: str) -> None:
+    with faults(catalog, {"match": uploading.uploads, "skip": 2, "cut": True}):
+        assert register(folder, uploading, run_id).created
+    only_version(uploading)
 
 
-def test_an_upload_that_fails_leaves_nothing(unity: Place, folder: Path, run_id: str, catalog: str) -> None:
-    if not unity.uploads:
-        pytest.skip("this storage is a folder")
-    fault = {"match": unity.uploads, "skip": 2, "times": -1, "status": 400, "code": "SOMETHING"}
+def test_an_upload_that_fails_leaves_nothing(uploading: Place, folder: Path, run_id: str, catalog: str) -> None:
+    fault = {"match": uploading.uploads, "skip": 2, "times": -1, "status": 400, "code": "SOMETHING"}
     with faults(catalog, fault), pytest.raises(Failure, match="injected fault|" + HIDDEN):
-        register(folder, unity, run_id)
-    assert Registry(unity.registry_uri).versions(unity.name) == []
-    assert register(folder, unity, run_id).created
-    only_version(unity)
+        register(folder, uploading, run_id)
+    assert Registry(uploading.registry_uri).versions(uploading.name) == []
+    assert register(folder, uploading, run_id).created
+    only_version(uploading)
 
 
 KILLED = [PRESIGNED, "databricks-uc, native", "uc, vended keys"]
@@ -305,14 +308,12 @@ def test_a_right_is_missing(unity: Place, folder: Path, run_id: str, catalog: st
         assert right in failure.value.message
 
 
-def test_an_upload_without_the_right(unity: Place, folder: Path, run_id: str, catalog: str) -> None:
-    if not unity.uploads:
-        pytest.skip("this storage is a folder")
-    fault = {"match": unity.uploads, "status": 403, "code": "PERMISSION_DENIED", "times": -1}
+def test_an_upload_without_the_right(uploading: Place, folder: Path, run_id: str, catalog: str) -> None:
+    fault = {"match": uploading.uploads, "status": 403, "code": "PERMISSION_DENIED", "times": -1}
     with faults(catalog, fault), pytest.raises(Failure) as failure:
-        register(folder, unity, run_id)
+        register(folder, uploading, run_id)
     assert failure.value.kind == "authentication" or HIDDEN in failure.value.message
-    assert Registry(unity.registry_uri).versions(unity.name) == []
+    assert Registry(uploading.registry_uri).versions(uploading.name) == []
 
 
 def test_catalog_or_schema_is_missing(unity: Place) -> None:
@@ -334,14 +335,12 @@ def test_a_silent_server_is_given_up(unity: Place, catalog: str, monkeypatch: py
 
 
 def test_an_upload_that_hangs_is_given_up(
-    unity: Place, folder: Path, run_id: str, catalog: str, monkeypatch: pytest.MonkeyPatch
+    uploading: Place, folder: Path, run_id: str, catalog: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not unity.uploads:
-        pytest.skip("this storage is a folder")
     monkeypatch.setattr("finetuning.registry.UPLOAD_SECONDS", 2)
-    with faults(catalog, {"match": unity.uploads, "hang": 8}), pytest.raises(Failure, match="no answer within"):
-        register(folder, unity, run_id)
-    assert Registry(unity.registry_uri).versions(unity.name) == []
+    with faults(catalog, {"match": uploading.uploads, "hang": 8}), pytest.raises(Failure, match="no answer within"):
+        register(folder, uploading, run_id)
+    assert Registry(uploading.registry_uri).versions(uploading.name) == []
 
 
 def test_the_servers_own_words_come_through(open_place: Callable[[str], Place], catalog: str) -> None:

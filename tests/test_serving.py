@@ -88,8 +88,9 @@ def ask(registry: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> I
     folder, port = tmp_path_factory.mktemp("mlflow-serve"), free_port()
     command = ["mlflow", "models", "serve", "-m", f"models:/{NAME}@champion", "--env-manager", "local"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    with background(command, registry, folder / "log.txt", cwd=folder):
-        wait_for_http(f"http://127.0.0.1:{port}/ping")
+    server = background(command, registry, folder / "log.txt", cwd=folder)
+    with server:
+        wait_for_http(f"http://127.0.0.1:{port}/ping", server)
         yield lambda path="/invocations", **body: httpx.post(f"http://127.0.0.1:{port}{path}", json=body, timeout=60)
 
 
@@ -169,13 +170,6 @@ def test_a_directory_for_vllm(run: Callable[..., Command], tmp_path: Path) -> No
     assert run("vllm", SAMPLE, "--output", file, "--served_model_name", "orders").code == 0
     options = yaml.safe_load(file.read_text())
     assert (options["model"], options["served-model-name"]) == (str(SAMPLE), "orders")
-
-
-def test_vllms_own_parser_reads_the_file(tmp_path: Path) -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed here")
-    serving.write_vllm_config(SAMPLE, "orders", tmp_path / "serve.yaml")
-    options = serving.parse_with_vllm(tmp_path / "serve.yaml")
-    assert (options.model, options.served_model_name, options.max_model_len) == (str(SAMPLE), ["orders"], 2048)
 
 
 @pytest.mark.parametrize("gone", ["chat_template.jinja", "generation_config.json", "model.safetensors", "config.json"])

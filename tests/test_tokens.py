@@ -44,14 +44,17 @@ class Prepared:
 
 @pytest.fixture
 def prepared(tmp_path: Path, model: Path):
-    def prepare(rows: list[dict], test: list[dict] | None = None, **options: Any) -> Prepared:
+    def prepare(
+        rows: list[dict], test: list[dict] | None = None, gate_takes_half: bool = True, **options: Any
+    ) -> Prepared:
         for name, split in (("train", rows), ("test", test or [conversation(3)])):
             lines = "".join(json.dumps(row) + "\n" for row in split)
             (tmp_path / f"{name}.jsonl").write_text(lines)
         fields = {name: options.pop(name) for name in list(options) if name in DatasetSection.model_fields}
         job = tokens.Job(
             dataset=tmp_path, model=model, section=DatasetSection(**fields), training=TrainingSection(**options),
-            trust_remote_code=False, output=tmp_path / f"tokens-{len(list(tmp_path.iterdir()))}",
+            gate_takes_half=gate_takes_half, trust_remote_code=False,
+            output=tmp_path / f"tokens-{len(list(tmp_path.iterdir()))}",
         )  # fmt: skip
         produce(job.output, lambda directory: tokens.prepare(job, directory))
         return Prepared(job.output)
@@ -211,6 +214,15 @@ def test_a_pad_token_that_is_eos_takes_no_label_away(prepared, model: Path) -> N
     eos = AutoTokenizer.from_pretrained(model).eos_token_id
     batch = DataCollatorForLanguageModeling(pad_token_id=eos)([dict(row) for row in found.train])
     assert [(row == eos).sum().item() for row in batch["labels"]] == [1, 1], "one end a turn, no padding"
+
+
+def test_the_gates_half_chooses_no_checkpoint(prepared) -> None:
+    test = [conversation(number % 9 + 1, number // 9 + 1) for number in range(40)]
+    whole, halved = (prepared([conversation(3)], test, gate_takes_half=half) for half in (False, True))
+    assert len(whole.test) == 40
+    assert 0 < len(halved.test) < 40
+    assert halved.report["gate"]["rows"] == 40 - len(halved.test)
+    assert "gate" not in whole.report
 
 
 def test_no_process_is_started(prepared, monkeypatch: pytest.MonkeyPatch) -> None:

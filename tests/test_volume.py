@@ -149,3 +149,19 @@ def test_what_is_missing_is_named(server: str, target: str, model_directory: Pat
     (model_directory / NAMES[0]).unlink()
     with pytest.raises(Failure, match="not a complete model directory"):
         publish_remote(model_directory, target)
+
+
+def test_the_step_goes_there_when_no_volume_is_mounted(target: str, root: Path, tmp_path: Path) -> None:
+    from config.settings import Settings
+    from finetuning import publish
+    from finetuning.card import CARD
+    from finetuning.export import PROVENANCE
+
+    assert Settings().volumes_are_remote
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / PROVENANCE).write_text(json.dumps({"training": "none"}))
+    (directory / CARD).write_text("It has its card already.")
+    write_manifest(directory, fingerprint="f1")
+    publish.run({"model_directory": directory, "target": target, "evaluation": {}})
+    assert read_manifest(root / target.strip("/")) == read_manifest(directory)
