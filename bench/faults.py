@@ -275,7 +275,7 @@ def redeploy(case: Case) -> None:
     case.inject("sleep 5; kill -9 $FLOW")
     run = case.trigger(own)
     case.happened()
-    changed = {**smoke["parameters"], "model": {**smoke["parameters"]["model"], "dtype": "bfloat16"}}
+    changed = {**smoke["parameters"], "training": {**smoke["parameters"]["training"], "precision": "bf16"}}
     case.arena.call(f"deployments/{case.deployment(own)['id']}", {"parameters": changed}, "PATCH")
     case.wait(run)
     case.expect()

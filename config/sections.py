@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 # `schema` is the word Unity Catalog uses; it hides a deprecated method of pydantic's BaseModel that nothing here calls.
 warnings.filterwarnings("ignore", message='Field name "schema" in "RegistrySection" shadows an attribute')
 
+STOCHASTIC_ROUNDING_OPTIMIZER, STOCHASTIC_ROUNDING = "adamw_torch_8bit", "bf16_stochastic_round=True"
+"""torchao's AdamW, which transformers builds with these arguments; no other of its optimizers rounds like that."""
+
 # Unity Catalog takes more, but MLflow's clients and the file paths of a volume do not agree on it.
 NamePart = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", max_length=255)]
 
@@ -35,8 +38,8 @@ class ModelSection(Section):
     revision: str = Field("main", min_length=1, title="Revision")
     """Branch, tag or commit on the hub; resolved to a commit once a run. Ignored for a path."""
 
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", title="Weight dtype")
-    """Dtype the weights are held in while training."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = Field("sdpa", title="Attention")
+    """How attention is computed. `flash_attention_2` needs the package flash-attn and a GPU."""
 
     chat_style: Literal["auto", "no_think", "keep"] = Field("auto", title="Chat style")
     """Template to train, save and serve with. `keep`: the tokenizer's own. `no_think`: Qwen3's without think blocks,
@@ -117,13 +120,16 @@ class TrainingSection(Section):
     """Optimizer steps to train."""
 
     per_device_train_batch_size: int = Field(1, ge=1, title="Micro-batch size")
-    """Conversations a device works on at once."""
+    """Conversations (packed: sequences) a device works on at once."""
 
     gradient_accumulation_steps: int = Field(8, ge=1, title="Gradient accumulation steps")
     """Micro-batches that make one optimizer step."""
 
     per_device_eval_batch_size: int = Field(1, ge=1, title="Evaluation batch size")
-    """Conversations a device evaluates at once."""
+    """Conversations (packed: sequences) a device evaluates at once."""
+
+    num_processes: int = Field(1, ge=1, title="Processes")
+    """Processes that train together, one a GPU, with the weights sharded over them (FSDP2)."""
 
     max_length: int = Field(2048, ge=8, title="Longest sequence")
     """Tokens a conversation is cut to."""
@@ -142,8 +148,14 @@ class TrainingSection(Section):
     weight_decay: float = Field(0.01, ge=0, le=1, title="Weight decay")
     """Decoupled weight decay."""
 
-    optim: str = Field("adamw_torch_fused", min_length=1, title="Optimizer")
-    """Optimizer, by transformers' name for it."""
+    precision: Literal["fp32", "bf16_stochastic_rounding", "bf16"] = Field("fp32", title="Precision of the weights")
+    """What the weights are held in while training. `fp32`: no update is lost; 16 bytes a parameter.
+    `bf16_stochastic_rounding`: small updates survive on average; about 6 bytes. `bf16`: updates below half of the last
+    digit are lost, which at small learning rates are most of them; 8 bytes. A learning rate fits one of them."""
+
+    optim: str | None = Field(None, min_length=1, title="Optimizer")
+    """Optimizer, by transformers' name for it. Empty: AdamW as the precision needs it, `adamw_torch_fused` or
+    `adamw_torch_8bit`."""
 
     optim_args: str | None = Field(None, title="Optimizer arguments")
     """Further arguments of the optimizer, as `name=value,name=value`."""
@@ -151,8 +163,9 @@ class TrainingSection(Section):
     bf16: bool = Field(True, title="bf16 autocast")
     """Compute in bfloat16 where it is safe."""
 
-    activation_checkpointing: bool = Field(True, title="Activation checkpointing")
-    """Recompute activations in the backward pass instead of keeping them: less memory, about a third more compute."""
+    activation_checkpointing: bool | Literal["auto"] = Field(True, title="Activation checkpointing")
+    """Recompute activations in the backward pass instead of keeping them: less memory, about a third more compute.
+    `auto`: only where the memory plan says that they do not fit otherwise."""
 
     activation_checkpointing_kwargs: dict[str, Any] = Field({"use_reentrant": False}, title="Checkpointing arguments")
     """Arguments of torch's checkpointing."""
@@ -162,6 +175,9 @@ class TrainingSection(Section):
 
     assistant_only_loss: bool = Field(True, title="Assistant-only loss")
     """Train on the assistant's turns only."""
+
+    eval_max_rows: int | None = Field(256, ge=1, title="Rows to evaluate on at most")
+    """Conversations of the test split that choose the checkpoint, the first so many of them. Empty: all."""
 
     eval_steps: int = Field(25, ge=1, title="Evaluate every")
     """Optimizer steps between two evaluations."""
@@ -192,6 +208,17 @@ class TrainingSection(Section):
 
     seed: int = Field(42, ge=0, title="Seed")
     """Seed of data order and of everything random in training."""
+
+    @property
+    def weight_dtype(self) -> Literal["float32", "bfloat16"]:
+        return "float32" if self.precision == "fp32" else "bfloat16"
+
+    @property
+    def optimizer(self) -> tuple[str, str | None]:
+        """`optim` and `optim_args` that the precision comes to."""
+        if self.precision != "bf16_stochastic_rounding":
+            return self.optim or "adamw_torch_fused", self.optim_args
+        return STOCHASTIC_ROUNDING_OPTIMIZER, ",".join(filter(None, [self.optim_args, STOCHASTIC_ROUNDING]))
 
 
 class RegistrySection(Section):
@@ -293,6 +320,17 @@ class Config(Section):
                 f"training.save_steps={training.save_steps} is not a multiple of "
                 f"training.eval_steps={training.eval_steps}, so the best checkpoint might never be saved. Set both to "
                 "the same value, or training.load_best_model_at_end to false."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rounds_with_an_optimizer_that_can(self) -> Self:
+        training = self.training
+        rounds = training.precision == "bf16_stochastic_rounding"
+        if rounds and training.optim not in (None, STOCHASTIC_ROUNDING_OPTIMIZER):
+            raise ValueError(
+                f"training.precision='bf16_stochastic_rounding' needs training.optim={STOCHASTIC_ROUNDING_OPTIMIZER!r} "
+                f"and has {training.optim!r}. Leave training.optim out, or take another precision."
             )
         return self
 

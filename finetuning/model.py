@@ -155,7 +155,7 @@ def weight_shapes(base: Path, config: "PretrainedConfig") -> tuple[int, int]:
 
 
 def load_chat_model(
-    weights: Path, prepared: Path, *, dtype: str, trust_remote_code: bool
+    weights: Path, prepared: Path, *, dtype: str, trust_remote_code: bool, attn_implementation: str = "sdpa"
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """The model of `weights` (base or checkpoint) with the tokenizer and generation config of `prepared`.
 
@@ -164,7 +164,8 @@ def load_chat_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(prepared, trust_remote_code=trust_remote_code)
-    model = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, trust_remote_code=trust_remote_code)
+    how = {"dtype": dtype, "trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
+    model = AutoModelForCausalLM.from_pretrained(weights, **how)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
     model.generation_config = GenerationConfig.from_pretrained(prepared)

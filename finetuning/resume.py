@@ -20,7 +20,7 @@ from typing import Any
 from config.sections import Config
 from finetuning import artifacts
 
-TRAINING_VERSION = 2
+TRAINING_VERSION = 3
 """Part of every training fingerprint: raise it when the same data, model and options give other weights."""
 
 NOT_CONTENT = {"logging_steps", "save_total_limit", "dataloader_pin_memory"}
@@ -34,7 +34,11 @@ def training_fingerprint(config: Config, tokens: str, model: str) -> str:
     """Identity of a training: all that determines its weights. `tokens` and `model` are fingerprints of artifacts."""
     options = config.training.model_dump(exclude=NOT_CONTENT)
     return artifacts.fingerprint(
-        version=TRAINING_VERSION, tokens=tokens, model=model, dtype=config.model.dtype, training=options
+        version=TRAINING_VERSION,
+        tokens=tokens,
+        model=model,
+        attention=config.model.attn_implementation,
+        training=options,
     )
 
 

@@ -28,6 +28,9 @@ from finetuning.tokens import read_tokens
 if TYPE_CHECKING:
     from trl import SFTConfig, SFTTrainer
 
+OURS = {"assistant_only_loss", "precision", "optim", "optim_args", "eval_max_rows", "num_processes"}
+"""Options of `TrainingSection` that are not handed to `SFTConfig` as they are: the tokens have them, or the model."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -169,7 +172,11 @@ def build_trainer(job: Job) -> "SFTTrainer":
     train_dataset, eval_dataset = (read_tokens(job.tokens / f"{split}.arrow") for split in ("train", "test"))
     section = job.config.model
     model, tokenizer = load_chat_model(
-        job.base, job.model, dtype=section.dtype, trust_remote_code=section.trust_remote_code
+        job.base,
+        job.model,
+        dtype=training.weight_dtype,
+        trust_remote_code=section.trust_remote_code,
+        attn_implementation=section.attn_implementation,
     )
     trainer = SFTTrainer(
         model=model,
@@ -188,10 +195,13 @@ def sft_config(config: Config, output_dir: Path) -> "SFTConfig":
     import torch
     from trl import SFTConfig
 
+    optim, optim_args = config.training.optimizer
     return SFTConfig(
         output_dir=str(output_dir),
         run_name=f"{config.model.name.split('/')[-1]}_full-fine-tuning",
-        **config.training.model_dump(exclude={"assistant_only_loss"}),  # the labels say it
+        **config.training.model_dump(exclude=OURS),
+        optim=optim,
+        optim_args=optim_args,
         dataset_kwargs={"skip_prepare_dataset": True},
         eval_strategy="steps",
         save_strategy="steps",

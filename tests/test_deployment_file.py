@@ -122,7 +122,7 @@ def test_the_notebook_recipe_is_the_notebook() -> None:
     assert config.registry.registered_model_name == "main.default.qwen3_4b_assistant"
     assert config.registry.volume == "checkpoints"
     found = {old: _plain(getattr(arguments, NEW_NAMES.get(old, old), None)) for old in NOTEBOOK}
-    found["torch_dtype"] = config.model.dtype
+    found["torch_dtype"] = config.training.weight_dtype
     assert found == NOTEBOOK
     assert arguments.run_name == "Qwen3-4B_full-fine-tuning"
 
@@ -136,6 +136,8 @@ def test_qwen3_4b_differs_from_the_notebook_in_these_values() -> None:
         if ours[section][name] != notebook[section][name]
     }
     assert different == {
+        "training.precision": ("fp32", "bf16"),
+        "training.eval_max_rows": (256, None),
         "training.max_length": (2048, 1024),
         "training.assistant_only_loss": (True, False),
         "model.chat_style": ("auto", "keep"),

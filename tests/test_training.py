@@ -65,7 +65,7 @@ class Bench:
         return output
 
     def train(self, name: str, on_progress: Callable | None = None, **training: Any) -> dict[str, Any]:
-        config = Config.model_validate({"model": {"dtype": "float32"}, "training": {**TRAINING, **training}})
+        config = Config.model_validate({"training": {**TRAINING, **training}})
         settings = Settings()
         run = {
             "experiment_name": name,

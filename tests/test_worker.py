@@ -89,7 +89,7 @@ def test_wrong_parameters_are_refused_at_the_trigger(worker: Server) -> None:
     for parameter, reason in (
         ('training={"max_stesp": 3}', "max_stesp"),
         ('training={"max_steps": 0}', "0 is less than the minimum of 1"),
-        ('model={"dtype": "float8"}', "float8"),
+        ('training={"precision": "float8"}', "float8"),
         ('trainig={"max_steps": 3}', "trainig"),
     ):
         result = prefect_cli("deployment", "run", "finetune/qwen3-4b", "--param", parameter, **worker.environment)
@@ -110,7 +110,11 @@ def test_the_form_is_complete(worker: Server) -> None:
         1,
         "Optimizer steps to train.",
     )
-    assert schema["definitions"]["ModelSection"]["properties"]["dtype"]["enum"] == ["bfloat16", "float32"]
+    assert schema["definitions"]["TrainingSection"]["properties"]["precision"]["enum"] == [
+        "fp32",
+        "bf16_stochastic_rounding",
+        "bf16",
+    ]
     assert schema["definitions"]["ModelSection"]["additionalProperties"] is False
     assert deployment["parameters"]["model"]["name"] == "samples/model"
 
