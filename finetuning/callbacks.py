@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 PROGRESS_SECONDS = 1.0
+SHOWN = ("loss", "eval_loss", "learning_rate", "grad_norm", "mfu", "peak_memory_gib")
 logger = logging.getLogger(__name__)
 
 
@@ -150,7 +151,7 @@ class Progress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         self.loss = logs.get("loss", self.loss)
         self._report(state)
-        shown = {name: logs[name] for name in ("loss", "eval_loss", "learning_rate", "grad_norm") if name in logs}
+        shown = {name: logs[name] for name in SHOWN if name in logs}
         if shown:
             text = "  ".join(f"{name} {float(value):.4g}" for name, value in shown.items())
             rate, eta = self._speed(state)

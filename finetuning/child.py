@@ -36,6 +36,8 @@ def main(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout, force=True)
     for name in ("httpx", "httpcore", "alembic", "mlflow.store.db.utils", "fsspec", "filelock", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("torchao", "torch.utils._pytree"):  # kernels of other machines, and of its own use of torch
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         outcome = {"status": "done", "result": run(read_json(job_file))}
     except Exception as error:

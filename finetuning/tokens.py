@@ -11,7 +11,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import chain, compress, islice
+from itertools import accumulate, chain, compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -83,7 +83,8 @@ def prepare(job: Job, output: Path) -> dict[str, Any]:
     report: dict[str, Any] = {"max_length": job.training.max_length}
     previews: list[list[Part]] = []
     is_gate = gate_rows(job.dataset / "test.jsonl", job.gate_takes_half)
-    parts_of = {"train": ("train", None), "test": ("test", [not gate for gate in is_gate]), "gate": ("test", is_gate)}
+    evaluated_on = first([not gate for gate in is_gate], job.training.eval_max_rows)
+    parts_of = {"train": ("train", None), "test": ("test", evaluated_on), "gate": ("test", is_gate)}
     for part, (split, chosen) in parts_of.items():
         if chosen is not None and not any(chosen):
             continue
@@ -107,6 +108,15 @@ def prepare(job: Job, output: Path) -> dict[str, Any]:
         for line in describe(part, report[part], job.training):
             logger.info("%s", line)
     return {"dataset": str(job.dataset), "model": str(job.model), "num_tokens": report["train"]["tokens"]["kept"]}
+
+
+def first(chosen: list[bool], count: int | None) -> list[bool]:
+    """The first `count` of the rows that are chosen; all of them without a count."""
+    return (
+        chosen
+        if count is None
+        else [is_so and so_far <= count for is_so, so_far in zip(chosen, accumulate(chosen), strict=True)]
+    )
 
 
 class Encoder:
@@ -247,6 +257,8 @@ def describe(split: str, report: dict[str, Any], training: TrainingSection) -> I
         f"{split}: {report['rows']} conversations of {tokens['p50']} tokens (median; 95 %: {tokens['p95']}, longest: "
         f"{tokens['max']}), {report['trainable_share']:.0%} of them trained"
     )
+    if split == "train":
+        yield batch(report, training)
     if report["truncated_rows"]:
         yield (
             f"{split}: training.max_length={training.max_length} cuts {report['truncated_rows']} conversations and "
@@ -264,6 +276,18 @@ def describe(split: str, report: dict[str, Any], training: TrainingSection) -> I
             f"{split}: {report['turns_that_differ']} of {report['turns_compared']} turns are trained after other text "
             "than they are served after; model.chat_style says which template is used"
         )
+
+
+def batch(report: dict[str, Any], training: TrainingSection) -> str:
+    """What an optimizer step is, in conversations and tokens: packing changes the one and padding the other."""
+    packed = report.get("packed_sequences")
+    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.num_processes
+    share = rows / (packed or report["sequences"])
+    each = f"{rows} packed sequences, about {share * report['sequences']:.1f}" if packed else str(rows)
+    return (
+        f"train: an optimizer step takes {each} conversations and about {share * report['tokens']['kept']:.0f} tokens; "
+        f"training.max_steps={training.max_steps} go over the split {share * training.max_steps:.2f} times"
+    )
 
 
 if __name__ == "__main__":

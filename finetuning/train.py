@@ -26,7 +26,9 @@ from finetuning.model import load_chat_model
 from finetuning.tokens import read_tokens
 
 if TYPE_CHECKING:
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTConfig
+
+    from finetuning.trainer import MeasuredTrainer
 
 OURS = {"assistant_only_loss", "precision", "optim", "optim_args", "eval_max_rows", "num_processes"}
 """Options of `TrainingSection` that are not handed to `SFTConfig` as they are: the tokens have them, or the model."""
@@ -77,7 +79,7 @@ def _attempt(job: Job) -> dict[str, Any]:
     logger.info("MLflow run %s %s, %s", job.run.run_name, run_id, where)
     try:
         with tracking.ended_honestly(run_id):
-            result = _result(job, _train(job, run_id, checkpoint))
+            result = {**_train(job, run_id, checkpoint), **_result(job)}
     except Exception as error:
         failure = _full(job, classify(error))
         with suppress(OSError):  # no room for it: the next training to start finds this one abandoned
@@ -120,16 +122,17 @@ def _full(job: Job, failure: Failure) -> Failure:
     return out_of_disk(job.output, needed, failure)
 
 
-def _train(job: Job, run_id: str | None, checkpoint: Path | None) -> float:
-    """Do the steps that are missing. Returns the seconds they took."""
+def _train(job: Job, run_id: str | None, checkpoint: Path | None) -> dict[str, Any]:
+    """Do the steps that are missing. Returns how long they took, and where that time went."""
     if checkpoint and resume.step_of(checkpoint) >= job.config.training.max_steps:
-        return 0.0  # killed between its last step and its result; the Trainer would do one step too many
+        return {"train_seconds": 0.0}  # killed between its last step and its result; the Trainer would do one more
     from finetuning import callbacks
 
     stop = callbacks.Stop()  # from here on a SIGTERM is answered at the end of a step
     trainer = build_trainer(job)
     trainer.remove_callback(callbacks.PrinterCallback)
     trainer.remove_callback(callbacks.MLflowCallback)
+    trainer.try_evaluation()
     if run_id:
         os.environ |= {
             "MLFLOW_RUN_ID": run_id,
@@ -144,28 +147,26 @@ def _train(job: Job, run_id: str | None, checkpoint: Path | None) -> float:
         stop,
         callbacks.Seal(job.config.training.save_total_limit),
         callbacks.Progress(),
+        *trainer.measured_by(),
     ):
         trainer.add_callback(callback)
-    args = trainer.args
-    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    sizes = len(trainer.train_dataset), len(trainer.eval_dataset)
-    logger.info(
-        "%d steps of %d conversations on %s (%d to train on, %d to evaluate on)",
-        *(args.max_steps, rows, args.device, *sizes),
-    )
+    trainer.announce()
     started = time.monotonic()
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     step, steps = trainer.state.global_step, trainer.state.max_steps
     if step < steps:
         message = f"training was stopped at step {step} of {steps}, where a checkpoint was saved"
         raise Failure("preempted", f"{message}. {REMEDIES['preempted']}")
-    return time.monotonic() - started
+    return {"train_seconds": round(time.monotonic() - started, 1), **trainer.speed.summary()}
 
 
-def build_trainer(job: Job) -> "SFTTrainer":
+def build_trainer(job: Job) -> "MeasuredTrainer":
     """Dataset, tokenizer, model, trainer: in the order of the data. The labels are in the dataset already."""
     from transformers import set_seed
-    from trl import SFTTrainer
+
+    from finetuning.precision import describe
+    from finetuning.speed import Speed, flops_a_token
+    from finetuning.trainer import MeasuredTrainer
 
     training = job.config.training
     set_seed(training.seed)
@@ -178,7 +179,9 @@ def build_trainer(job: Job) -> "SFTTrainer":
         trust_remote_code=section.trust_remote_code,
         attn_implementation=section.attn_implementation,
     )
-    trainer = SFTTrainer(
+    describe(model, training.precision, training.optimizer[0], training.learning_rate)
+    trainer = MeasuredTrainer(
+        speed=Speed(flops_a_token(model.config, model.num_parameters(), train_dataset)),
         model=model,
         args=sft_config(job.config, job.output / "checkpoints"),
         train_dataset=train_dataset,
@@ -208,13 +211,15 @@ def sft_config(config: Config, output_dir: Path) -> "SFTConfig":
         report_to="mlflow",
         use_cpu=not torch.cuda.is_available(),
         trust_remote_code=config.model.trust_remote_code,
-        include_num_input_tokens_seen="non_padding",
+        # Packed, there is no padding, and where pad is eos the ends of turns would not be counted.
+        include_num_input_tokens_seen="all" if config.training.packing else "non_padding",
+        prediction_loss_only=True,  # else the logits of the whole evaluation are kept
         logging_nan_inf_filter=False,  # on, a dead run would log a loss of 0.0
         disable_tqdm=True,
     )
 
 
-def _result(job: Job, seconds: float) -> dict[str, Any]:
+def _result(job: Job) -> dict[str, Any]:
     """What the training came to, as its last checkpoint has it. Raises Failure when no checkpoint is the best."""
     import torch
 
@@ -233,7 +238,6 @@ def _result(job: Job, seconds: float) -> dict[str, Any]:
         "total_flos": state["total_flos"],
         "num_gpus": torch.cuda.device_count(),
         "eval_loss": min(evaluations, default=None),
-        "train_seconds": round(seconds, 1),
         "log_history": state["log_history"],
     }
 

@@ -29,6 +29,9 @@ def summary(
         f"MLflow run: {training.mlflow_run_id or 'not made yet, run this again'} at {shown(settings.tracking_uri)}",
         f"{training.num_steps} steps in {training.train_seconds:.0f} s, eval loss {training.eval_loss:.4g}",
     ]
+    if training.time_shares:
+        shares = (f"{share:.0%} {phase.replace('_', ' and ')}" for phase, share in training.time_shares.items())
+        lines.append(f"time: {', '.join(shares)}; peak memory {training.peak_memory_gib:.2f} GiB")
     for name, score in evaluation.scores.items():
         told = []
         if score["loss"] is not None:

@@ -24,6 +24,7 @@ def tokens_fingerprint(config: Config, dataset: Reference, model: ModelReference
         model=model.fingerprint,
         gate_takes_half=config.gate.takes_half,
         max_length=training.max_length,
+        eval_max_rows=training.eval_max_rows,
         assistant_only_loss=training.assistant_only_loss,
         packing=training.packing and training.seed,
         on_long_rows=config.dataset.on_long_rows,

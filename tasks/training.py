@@ -43,6 +43,9 @@ class Training(BaseModel):
     num_gpus: int = 0
     train_seconds: float
     """Of the try that came to the end."""
+    time_shares: dict[str, float] = {}
+    """Phase -> share of those seconds."""
+    peak_memory_gib: float | None = None
 
     @property
     def checkpoint_path(self) -> Path:
