@@ -171,7 +171,12 @@ class TrainingSection(Section):
     """Arguments of torch's checkpointing."""
 
     packing: bool = Field(False, title="Packing")
-    """Put several conversations into one sequence of the full length."""
+    """Put several conversations into one sequence of up to training.max_length tokens; none sees another. A micro-batch
+    then has more conversations, and an optimizer step more tokens."""
+
+    padding_free: bool = Field(False, title="No padding")
+    """Lay the conversations of a micro-batch end to end instead of padding them to the longest; none sees another. The
+    optimizer steps have the conversations that they would have anyway."""
 
     assistant_only_loss: bool = Field(True, title="Assistant-only loss")
     """Train on the assistant's turns only."""

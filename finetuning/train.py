@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from finetuning.trainer import MeasuredTrainer
 
-OURS = {"assistant_only_loss", "precision", "optim", "optim_args", "eval_max_rows", "num_processes"}
+OURS = {"assistant_only_loss", "precision", "optim", "optim_args", "eval_max_rows", "max_length", "num_processes"}
 """Options of `TrainingSection` that are not handed to `SFTConfig` as they are: the tokens have them, or the model."""
 
 logger = logging.getLogger(__name__)
@@ -211,8 +211,12 @@ def sft_config(config: Config, output_dir: Path) -> "SFTConfig":
         report_to="mlflow",
         use_cpu=not torch.cuda.is_available(),
         trust_remote_code=config.model.trust_remote_code,
-        # Packed, there is no padding, and where pad is eos the ends of turns would not be counted.
-        include_num_input_tokens_seen="all" if config.training.packing else "non_padding",
+        # TRL wants to cut by itself otherwise; the tokens are cut already.
+        max_length=None if config.training.padding_free else config.training.max_length,
+        # Without padding there is none to leave out, and where pad is eos the ends of turns would not be counted.
+        include_num_input_tokens_seen="all"
+        if config.training.packing or config.training.padding_free
+        else "non_padding",
         prediction_loss_only=True,  # else the logits of the whole evaluation are kept
         logging_nan_inf_filter=False,  # on, a dead run would log a loss of 0.0
         disable_tqdm=True,
