@@ -225,6 +225,28 @@ def test_the_gates_half_chooses_no_checkpoint(prepared) -> None:
     assert "gate" not in whole.report
 
 
+def test_evaluation_is_bounded_and_the_gates_half_is_not(prepared) -> None:
+    test = [conversation(number % 9 + 1, number // 9 + 1) for number in range(40)]
+    free, bounded = (prepared([conversation(3)], test, eval_max_rows=rows) for rows in (None, 5))
+    assert len(bounded.test) == bounded.report["test"]["rows"] == 5
+    assert bounded.test["input_ids"] == free.test["input_ids"][:5]
+    assert bounded.report["gate"]["rows"] == free.report["gate"]["rows"]
+
+
+def test_a_step_is_told_in_conversations_and_tokens(prepared, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [conversation(number % 9 + 1) for number in range(24)]
+    with caplog.at_level("INFO"):
+        plain = prepared(rows, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+        prepared(rows, max_steps=2, per_device_train_batch_size=1, gradient_accumulation_steps=1, packing=True)
+    kept = plain.report["train"]["tokens"]["kept"]
+    assert [text for text in caplog.messages if "optimizer step" in text] == [
+        f"train: an optimizer step takes 8 conversations and about {kept / 3:.0f} tokens; training.max_steps=3 go over "
+        "the split 1.00 times",
+        f"train: an optimizer step takes 1 packed sequences, about 24.0 conversations and about {kept} tokens; "
+        "training.max_steps=2 go over the split 2.00 times",
+    ]
+
+
 def test_no_process_is_started(prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     """What tokenises runs on threads: workers that die, or take the memory of a host, cannot be."""
     import multiprocessing.process

@@ -181,6 +181,24 @@ def test_with_packing_resume_is_exact_too(bench: Bench) -> None:
     assert bench.weights("packed-killed") == bench.weights("packed")
 
 
+def test_without_padding_the_training_is_the_same(bench: Bench) -> None:
+    """Other kernels, other rounding; but the same conversations in each step."""
+    padded = bench.train("straight")["log_history"]
+    free = bench.train("padding-free", padding_free=True)["log_history"]
+    losses = [[entry["loss"] for entry in history if "loss" in entry] for history in (padded, free)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_stochastic_rounding"])
+def test_every_precision_learns(bench: Bench, precision: str) -> None:
+    result = bench.train(precision, precision=precision, bf16=True)
+    losses = [entry["eval_loss"] for entry in result["log_history"] if "eval_loss" in entry]
+    assert losses[-1] < losses[0] - 0.5
+    moved = [entry["moved_weights"] for entry in result["log_history"] if "moved_weights" in entry]
+    assert moved[0] > 0.9
+    assert sum(result["time_shares"].values()) == pytest.approx(1, abs=0.01)
+
+
 def test_a_finished_training_is_not_touched_again(bench: Bench) -> None:
     files = [path for path in (bench.folder / "straight" / "checkpoints").rglob("*") if path.is_file()]
     before = {path: path.stat().st_mtime_ns for path in files}
