@@ -34,6 +34,9 @@ class Row(NamedTuple):
     gpu_only: bool = False
 
 
+ROUNDING = Row(
+    "stochastic-rounding", precision="bf16_stochastic_rounding", optimizer="adamw_torch_8bit", needs=("torchao",)
+)
 PACKED_8192 = Row("packing-8192", max_length=8192, accumulation=2, packing=True)
 TRAININGS = (
     Row("recipe", evaluates=True),
@@ -41,12 +44,8 @@ TRAININGS = (
     Row("packing-2048", packing=True),
     PACKED_8192,
     Row("no-checkpointing", checkpointing=False),
-    Row(
-        "stochastic-rounding",
-        precision="bf16_stochastic_rounding",
-        optimizer="adamw_torch_8bit",
-        needs=("torchao",),
-    ),
+    ROUNDING,
+    ROUNDING._replace(name="rounding-no-checkpointing", checkpointing=False),
     PACKED_8192._replace(
         name="packing-8192-flash", attention="flash_attention_2", needs=("flash_attn",), gpu_only=True
     ),
