@@ -17,7 +17,7 @@ LEARNING_RATE, WEIGHT_DECAY = 2e-5, 0.01
 HEAD_TOKENS = 1024
 """Tokens whose logits exist at a time where TRL is not there."""
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
 Loss = Callable[[Batch, int], Tensor]
 """Of a batch and the number of tokens that the sum is divided by."""
 

@@ -9,6 +9,7 @@ import torch
 
 from bench.gpu_model import Batch, Loss, build, device, loss_of, optimizer_of, prepare, weight_dtype
 from bench.gpu_rows import Row, Scale, model_flops, scale, sequences
+from bench.isolation import boundaries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,12 +45,13 @@ def train(row: Row) -> dict[str, Any]:
 
 
 def batch_of(lengths: list[int], row: Row, size: Scale) -> Batch:
-    """One sequence of random tokens, all trained but the first of each conversation. On the device."""
+    """One sequence of random tokens on the device, all trained but the first of each conversation; as TRL's collator."""
     ids = torch.randint(size.config["vocab_size"], (1, sum(lengths)), device=device())
     if not row.packing:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     positions = torch.cat([torch.arange(length, device=device()) for length in lengths])[None]
-    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+    labels = ids.masked_fill(positions == 0, -100)
+    return {"input_ids": ids, "position_ids": positions, "labels": labels, **boundaries(lengths, device())}
 
 
 def autocast() -> AbstractContextManager:

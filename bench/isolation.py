@@ -1,6 +1,8 @@
 """Whether conversations that are packed into one sequence see each other, by the logits."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +25,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """By the dtype of the model: far above its rounding, far below a leak, which is near 1."""
 
 
-def isolation(model: "PreTrainedModel", lengths: tuple[int, ...] = (40, 150, 7, 83)) -> Isolation:
+def isolation(model: "PreTrainedModel", lengths: Sequence[int] = (40, 150, 7, 83)) -> Isolation:
     """Conversations of random tokens of these lengths, in one sequence against each alone."""
     import torch
 
@@ -33,14 +35,27 @@ def isolation(model: "PreTrainedModel", lengths: tuple[int, ...] = (40, 150, 7, 
     counts = [torch.arange(length) for length in lengths]
     with torch.no_grad():
         alone = torch.cat([_logits(model, *pair) for pair in zip(ids, counts, strict=True)])
-        together = _logits(model, torch.cat(ids), torch.cat(counts))
+        together = _logits(model, torch.cat(ids), torch.cat(counts), **boundaries(lengths, str(model.device)))
         leaking = _logits(model, torch.cat(ids), torch.arange(sum(lengths)))
     return Isolation(_difference(together, alone), _difference(leaking, alone))
 
 
-def _logits(model: "PreTrainedModel", ids: "Tensor", positions: "Tensor") -> "Tensor":
+def boundaries(lengths: Sequence[int], device: str) -> dict[str, Any]:
+    """Where conversations begin, as TRL's collator gives it beside the positions; only FlashAttention looks at it."""
+    import torch
+
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return {
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+
+
+def _logits(model: "PreTrainedModel", ids: "Tensor", positions: "Tensor", **where: Any) -> "Tensor":
     inputs = {"input_ids": ids[None], "position_ids": positions[None]}
-    return model(**{name: value.to(model.device) for name, value in inputs.items()}).logits[0].float()
+    return model(**{name: value.to(model.device) for name, value in inputs.items()}, **where).logits[0].float()
 
 
 def _difference(logits: "Tensor", reference: "Tensor") -> float:
