@@ -45,7 +45,7 @@ def train(row: Row) -> dict[str, Any]:
 
 
 def batch_of(lengths: list[int], row: Row, size: Scale) -> Batch:
-    """One sequence of random tokens on the device, all trained but the first of each conversation; as TRL's collator."""
+    """A sequence of random tokens on the device, all trained but the first of each conversation; as TRL's collator."""
     ids = torch.randint(size.config["vocab_size"], (1, sum(lengths)), device=device())
     if not row.packing:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
