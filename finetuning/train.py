@@ -5,7 +5,7 @@ Program: `python -m finetuning.train JOB.json`, see `Job`. Layout of the trainin
     training.json                   what `finetuning.resume` says of it
     checkpoints/checkpoint-N/       the Trainer's own, each with a manifest that is written last
 A training that was cut short goes on from its newest checkpoint that is whole, in the same MLflow run; a finished
-one is not touched again.
+one is not touched again. Several processes train together under `finetuning.group`; the first one keeps the books.
 """
 
 import logging
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from config.sections import Config
-from finetuning import artifacts, child, resume, tracking
+from finetuning import artifacts, child, processes, resume, tracking
 from finetuning.classify import classify, out_of_disk
 from finetuning.errors import REMEDIES, Failure
 from finetuning.limits import disk_bytes
@@ -51,13 +51,25 @@ class Job(BaseModel):
 def run(values: dict[str, Any]) -> dict[str, Any]:
     """Train, or go on training, and return what the training came to."""
     job = Job.model_validate(values)
+    processes.join(job.config.training.num_processes)
+    if processes.rank():
+        return _train_along(job)
     with artifacts.lock(job.output):
         if result := resume.finished(job.output):
             logger.info("this training is finished: its checkpoint %s is used", result["checkpoint"])
+            processes.share(None)
         else:
+            processes.check_devices(job.config.training.num_processes)
             close_abandoned(job.output.parent)
             result = _attempt(job)
         return {**result, "mlflow_run_id": _settled(job, result)}
+
+
+def _train_along(job: Job) -> dict[str, Any]:
+    """A process that is not the first: from the checkpoint that the first one names, or nothing to do."""
+    if plan := processes.share(None)[0]:
+        _train(job, None, *plan)
+    return {}
 
 
 def close_abandoned(trainings: Path) -> None:
@@ -76,7 +88,8 @@ def _attempt(job: Job) -> dict[str, Any]:
     where = f"going on from {checkpoint.name}" if checkpoint else "from the start"
     logger.info("MLflow run %s %s, %s", job.run.run_name, run_id, where)
     try:
-        with tracking.ended_honestly(run_id):
+        with tracking.ended_honestly(run_id), processes.as_one(job.output):
+            processes.share((checkpoint,))
             result = _result(job, _train(job, run_id, checkpoint))
     except Exception as error:
         failure = _full(job, classify(error))
@@ -143,7 +156,7 @@ def _train(job: Job, run_id: str | None, checkpoint: Path | None) -> float:
         callbacks.Watch(len(trainer.processing_class)),
         stop,
         callbacks.Seal(job.config.training.save_total_limit),
-        callbacks.Progress(),
+        *([] if processes.rank() else [callbacks.Progress()]),
     ):
         trainer.add_callback(callback)
     args = trainer.args
@@ -199,7 +212,7 @@ def sft_config(config: Config, output_dir: Path) -> "SFTConfig":
     return SFTConfig(
         output_dir=str(output_dir),
         run_name=f"{config.model.name.split('/')[-1]}_full-fine-tuning",
-        **config.training.model_dump(exclude=OURS),
+        **processes.options(config.training, config.training.model_dump(exclude=OURS)),
         optim=optim,
         optim_args=optim_args,
         dataset_kwargs={"skip_prepare_dataset": True},
@@ -216,8 +229,6 @@ def sft_config(config: Config, output_dir: Path) -> "SFTConfig":
 
 def _result(job: Job, seconds: float) -> dict[str, Any]:
     """What the training came to, as its last checkpoint has it. Raises Failure when no checkpoint is the best."""
-    import torch
-
     training, directory = job.config.training, job.output / "checkpoints"
     last = directory / f"checkpoint-{training.max_steps}"
     state = artifacts.read_json(last / "trainer_state.json")
@@ -231,7 +242,7 @@ def _result(job: Job, seconds: float) -> dict[str, Any]:
         "num_steps": state["global_step"],
         "num_tokens": state["num_input_tokens_seen"],
         "total_flos": state["total_flos"],
-        "num_gpus": torch.cuda.device_count(),
+        "num_gpus": processes.num_gpus(),
         "eval_loss": min(evaluations, default=None),
         "train_seconds": round(seconds, 1),
         "log_history": state["log_history"],
