@@ -42,9 +42,10 @@ def main(num_processes: int, module: str, job_file: Path) -> None:
     }.items():
         os.environ.setdefault(name, value)
     exit_codes = launch(num_processes, [sys.executable, "-m", module, str(job_file)])
-    # What was killed explains what the others lost: a connection. Those that the agent stopped come last.
+    # What was killed explains what the others lost, a connection. Those that the agent stopped come last.
     signals = sorted((-code for code in exit_codes if code < 0), key=lambda number: number == signal.SIGTERM)
     if exit_codes and settle(directory) and signals:
+        (directory / processes.RESULT).unlink(missing_ok=True)
         end_by(signals[0])
     child.leave(1 if exit_codes else 0)
 

@@ -87,7 +87,8 @@ class Bench:
             "base": str(self.base),
             "run": run,
         }
-        return run_step("train", job, LOGGER, directory=self.folder / name, on_progress=on_progress)
+        directory, count = self.folder / name, config.training.num_processes
+        return run_step("train", job, LOGGER, directory=directory, on_progress=on_progress, num_processes=count)
 
     def signal_at(self, step: int, number: signal.Signals, name: str) -> Callable[[dict], None]:
         """For `on_progress`: send a signal to the trainer at its report of that step, once."""
