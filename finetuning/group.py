@@ -17,7 +17,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from finetuning import child, processes
 from finetuning.artifacts import read_json, write_json
@@ -42,11 +42,10 @@ def main(num_processes: int, module: str, job_file: Path) -> None:
     }.items():
         os.environ.setdefault(name, value)
     exit_codes = launch(num_processes, [sys.executable, "-m", module, str(job_file)])
-    # What was killed explains what the others lost, a connection. Those that the agent stopped come last.
-    signals = sorted((-code for code in exit_codes if code < 0), key=lambda number: number == signal.SIGTERM)
-    if exit_codes and settle(directory) and signals:
+    outcome = settle(directory) if exit_codes else None
+    if (number := deadly(exit_codes)) and collateral(outcome, number):
         (directory / processes.RESULT).unlink(missing_ok=True)
-        end_by(signals[0])
+        end_by(number)
     child.leave(1 if exit_codes else 0)
 
 
@@ -84,20 +83,31 @@ def launch(num_processes: int, command: list[str]) -> list[int]:
     return []
 
 
-def settle(directory: Path) -> bool:
-    """Leave in result.json what the group came to: the first process's word, unless it could not know.
+def deadly(exit_codes: list[int]) -> int | None:
+    """The signal that ended one of them: SIGTERM only if there is no other, because the agent stops the rest with it."""
+    signals = [-code for code in exit_codes if code < 0]
+    return min(signals, key=lambda number: number == signal.SIGTERM, default=None)
 
-    Returns whether that is nothing, or at most a lost connection.
-    """
+
+def collateral(outcome: dict[str, Any] | None, number: int) -> bool:
+    """Whether a process that was ended by a signal explains what the others report: nothing, a connection that they
+    lost, or that the agent told them to stop because of it."""
+    kinds = {"transient"} if number == signal.SIGTERM else {"transient", "preempted"}
+    return outcome is None or outcome.get("kind") in kinds
+
+
+def settle(directory: Path) -> dict[str, Any] | None:
+    """Leave in result.json what the group came to, and return it: the first process's word, unless another one failed
+    before and it reports only what came of that."""
     outcome = None
     with suppress(OSError):
         outcome = read_json(directory / processes.RESULT)
-    if outcome is None or outcome.get("kind") == "transient":
+    if outcome is None or outcome.get("kind") in ("transient", "preempted"):
         known = [*processes.reports(directory), *([outcome] if outcome else [])]
         outcome = min(known, key=lambda report: report["time"], default=None)
         if outcome:
             write_json(directory / processes.RESULT, outcome)
-    return outcome is None or outcome.get("kind") == "transient"
+    return outcome
 
 
 def end_by(number: int) -> NoReturn:

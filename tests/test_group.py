@@ -137,8 +137,24 @@ def test_whose_word_counts(tmp_path: Path, first: dict | None, other: dict, sett
     if first:
         write_json(tmp_path / "result.json", first)
     write_json(tmp_path / "result-1.json", other)
-    assert group.settle(tmp_path) == (settled.get("kind") == "transient")
+    assert group.settle(tmp_path) == settled
     assert read_json(tmp_path / "result.json") == settled
+
+
+@pytest.mark.parametrize(
+    ("exit_codes", "number"),
+    [([1, 1], None), ([1, -9], 9), ([-11, -15], 11), ([-15, -9], 9), ([-15], 15), ([], None)],
+)
+def test_which_signal_ended_it(exit_codes: list[int], number: int | None) -> None:
+    assert group.deadly(exit_codes) == number
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "expected"),
+    [("transient", 9, True), ("preempted", 9, True), ("preempted", 15, False), ("data", 9, False), (None, 9, True)],
+)
+def test_what_a_signal_explains(kind: str | None, number: int, expected: bool) -> None:
+    assert group.collateral(kind and {"kind": kind}, number) == expected
 
 
 @pytest.mark.parametrize(
@@ -193,7 +209,7 @@ def test_gpus_share_the_weights(
         patch.setattr("torch.cuda.is_available", lambda: True)
         options = processes.options(training, training.model_dump(exclude=OURS))
     assert options["bf16"] == autocast, "accelerate makes float32 of weights under autocast"
-    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, eval_strategy="steps", **options)
     plugin = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
     assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.activation_checkpointing) == (2, True, True)
     assert plugin.state_dict_type.name == "FULL_STATE_DICT"
