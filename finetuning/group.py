@@ -84,7 +84,7 @@ def launch(num_processes: int, command: list[str]) -> list[int]:
 
 
 def deadly(exit_codes: list[int]) -> int | None:
-    """The signal that ended one of them: SIGTERM only if there is no other, because the agent stops the rest with it."""
+    """The signal that ended one of them: SIGTERM only if there is no other, for the agent stops the rest with it."""
     signals = [-code for code in exit_codes if code < 0]
     return min(signals, key=lambda number: number == signal.SIGTERM, default=None)
 

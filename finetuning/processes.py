@@ -47,9 +47,9 @@ def as_one(directory: Path) -> Iterator[None]:
     """In the first process: when another one fails, that is the failure, and not the connection that broke."""
     try:
         yield
-    except Exception as error:
+    except Exception:
         if count() > 1 and (failed := reports(directory)):
-            raise Failure(failed[0]["kind"], failed[0]["message"]) from error
+            raise Failure(failed[0]["kind"], failed[0]["message"]) from None
         raise
 
 

@@ -68,7 +68,10 @@ def run(values: dict[str, Any]) -> dict[str, Any]:
 def _train_along(job: Job) -> dict[str, Any]:
     """A process that is not the first: from the checkpoint that the first one names, or nothing to do."""
     if plan := processes.share(None)[0]:
-        _train(job, None, *plan)
+        try:
+            _train(job, None, *plan)
+        except Exception as error:
+            raise _full(job, classify(error)) from error
     return {}
 
 
@@ -127,7 +130,10 @@ def _full(job: Job, failure: Failure) -> Failure:
     """A disk that is full: make room by what it cut short, and say which disk and how much it takes."""
     if failure.kind != "out_of_disk":
         return failure
-    resume.remove_unsealed(job.output / "checkpoints")
+    if not processes.rank():
+        resume.remove_unsealed(job.output / "checkpoints")
+    if failure.__cause__ is None:  # in the words of another process
+        return failure
     model = artifacts.read_manifest(job.model) or {}
     needed = disk_bytes(job.config, model["num_parameters"]) if model else None
     return out_of_disk(job.output, needed, failure)

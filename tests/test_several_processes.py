@@ -6,6 +6,7 @@ As in `tests.test_training` each test runs the real program. FSDP2 needs GPUs an
 import json
 import math
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -106,10 +107,13 @@ def test_what_another_process_failed_with_is_what_is_told(
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    folder = bench.folder / "full"
     with pytest.raises(Failure) as failed:
         bench.train("full", **TWO)
-    assert failed.value.kind == "out_of_disk"
-    folder = bench.folder / "full"
+    assert failed.value.kind == "out_of_disk", failed.value.message
+    assert re.match(
+        rf"RuntimeError: .*PytorchStreamWriter failed.*disk full at {folder}: .* needed", failed.value.message
+    )
     assert read_json(folder / "training.json")["status"] == "FAILED"
     assert bench.mlflow("full")[0].info.status == "FAILED"
     assert not list((folder / "checkpoints").glob("checkpoint-*")), "what is not whole makes room"
