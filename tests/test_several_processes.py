@@ -42,15 +42,14 @@ def signal_one(bench: Bench, name: str, step: int, rank: int, number: signal.Sig
 
 
 def test_two_processes_have_the_losses_of_one(bench: Bench) -> None:
-    """Of one with the same rows a step, at once or one after the other."""
+    """Of one that has the same rows a step."""
+    one = bench.train("one", per_device_train_batch_size=4, gradient_accumulation_steps=1)
     two = bench.train("straight", **TWO)
-    for options in ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}, {}):
-        one = bench.train(f"one-{len(options)}", **options)
-        assert [entry["step"] for entry in two["log_history"]] == [entry["step"] for entry in one["log_history"]]
-        for ours, theirs in zip(two["log_history"], one["log_history"], strict=True):
-            for name in {"loss", "grad_norm", "learning_rate", "num_tokens"} & theirs.keys():
-                assert math.isclose(ours[name], theirs[name], rel_tol=1e-4), (name, ours, theirs)
-        assert two["num_tokens"] == one["num_tokens"]
+    assert [entry["step"] for entry in two["log_history"]] == [entry["step"] for entry in one["log_history"]]
+    for ours, theirs in zip(two["log_history"], one["log_history"], strict=True):
+        for name in {"loss", "grad_norm", "learning_rate", "num_tokens"} & theirs.keys():
+            assert math.isclose(ours[name], theirs[name], rel_tol=1e-4), (name, ours, theirs)
+    assert two["num_tokens"] == one["num_tokens"]
 
 
 def test_the_first_process_keeps_the_books(bench: Bench) -> None:
@@ -111,9 +110,8 @@ def test_what_another_process_failed_with_is_what_is_told(
     with pytest.raises(Failure) as failed:
         bench.train("full", **TWO)
     assert failed.value.kind == "out_of_disk", failed.value.message
-    assert re.match(
-        rf"RuntimeError: .*PytorchStreamWriter failed.*disk full at {folder}: .* needed", failed.value.message
-    )
+    assert re.match(rf"RuntimeError: .*: disk full at {folder}: .* GiB needed", failed.value.message)
+    assert "Connection" not in failed.value.message, "which is all that the first process knows"
     assert read_json(folder / "training.json")["status"] == "FAILED"
     assert bench.mlflow("full")[0].info.status == "FAILED"
     assert not list((folder / "checkpoints").glob("checkpoint-*")), "what is not whole makes room"
