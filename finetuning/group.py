@@ -105,7 +105,7 @@ def settle(directory: Path) -> dict[str, Any] | None:
     if outcome is None or outcome.get("kind") in ("transient", "preempted"):
         known = [*processes.reports(directory), *([outcome] if outcome else [])]
         outcome = min(known, key=lambda report: report["time"], default=None)
-        if outcome:
+        with suppress(OSError):  # a full disk
             write_json(directory / processes.RESULT, outcome)
     return outcome
 

@@ -18,6 +18,9 @@ from finetuning.errors import Failure
 NUM_PROCESSES = "FINETUNE_NUM_PROCESSES"
 """Set by `finetuning.group` for its processes; RANK alone may stand in the environment for other reasons."""
 RESULT = "result.json"
+STEP_TIMEOUT = timedelta(minutes=30)
+"""Longest wait of one process for another in a step: while the first one writes a checkpoint, say. transformers' own
+value; torch's for GPUs is 10 minutes."""
 SHARE_TIMEOUT = timedelta(days=30)
 """The others wait for the first one as long as it waits for the lock of another run. One that dies is noticed at once
 by its connections, and by the group."""
@@ -68,7 +71,7 @@ def join(num_processes: int) -> None:
 
     global _group
     # Before transformers does it, which would give the GPUs a group that cannot carry what is on the CPU.
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=STEP_TIMEOUT)
     _group = distributed.new_group(backend="gloo", timeout=SHARE_TIMEOUT)
 
 
@@ -122,10 +125,10 @@ def options(training: TrainingSection, values: dict[str, Any]) -> dict[str, Any]
     On GPUs the weights, gradients and optimizer states are sharded (FSDP2): DDP holds all of them on each GPU, and the
     gradients twice. On the CPU transformers turns FSDP into DDP without a word, so there it is plain DDP.
     """
-    import torch
-
     if training.num_processes == 1:
         return values
+    import torch
+
     # The loss is the mean over the tokens of all processes, as if one had the whole batch.
     values = {**values, "average_tokens_across_devices": True, "ddp_find_unused_parameters": False}
     return {**values, **_fsdp(training, values)} if torch.cuda.is_available() else values
