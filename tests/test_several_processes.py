@@ -29,14 +29,15 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return bench
 
 
-def signal_one(bench: Bench, name: str, step: int, rank: int, number: signal.Signals) -> Callable[[dict], None]:
-    """For `on_progress`: send a signal to one process of the group at the report of that step, once."""
+def signal_to(bench: Bench, name: str, step: int, who: str, number: signal.Signals) -> Callable[[dict], None]:
+    """For `on_progress`: send a signal to the group, or to the second of its processes, at the report of that step."""
     sent = []
 
     def act(event: dict[str, Any]) -> None:
         if event["step"] >= step and not sent:
             sent.append(step)
-            os.kill(members(bench.folder / name, idle=False)[rank].pid, number)
+            second = members(bench.folder / name, idle=False)[1]
+            os.kill(second.ppid() if who == "group" else second.pid, number)
 
     return act
 
@@ -70,7 +71,7 @@ def test_the_first_process_keeps_the_books(bench: Bench) -> None:
 
 def test_killed_it_goes_on_to_the_same_weights(bench: Bench) -> None:
     with pytest.raises(Failure, match="the step 'train' was ended by signal SIGKILL") as killed:
-        bench.train("killed", signal_one(bench, "killed", 5, 1, signal.SIGKILL), **TWO)
+        bench.train("killed", signal_to(bench, "killed", 5, "second", signal.SIGKILL), **TWO)
     assert killed.value.kind == "transient"
     assert left_behind(bench.folder / "killed") == []
     bench.train("killed", **TWO)
@@ -80,10 +81,8 @@ def test_killed_it_goes_on_to_the_same_weights(bench: Bench) -> None:
 def test_told_to_stop_all_stop_at_one_step(bench: Bench) -> None:
     """The whole group, and then only one of its processes."""
     folder = bench.folder / "stopped"
-    for act in (
-        bench.signal_at(3, signal.SIGTERM, "stopped"),
-        signal_one(bench, "stopped", 5, 1, signal.SIGTERM),
-    ):
+    for who in ("group", "second"):
+        act = signal_to(bench, "stopped", 2, who, signal.SIGTERM)
         with pytest.raises(Failure, match=r"stopped at step \d of 8, where a checkpoint was saved") as stopped:
             bench.train("stopped", act, **TWO)
         assert stopped.value.kind == "preempted"
