@@ -71,7 +71,7 @@ def test_the_first_process_keeps_the_books(bench: Bench) -> None:
 
 def test_killed_it_goes_on_to_the_same_weights(bench: Bench) -> None:
     with pytest.raises(Failure, match="the step 'train' was ended by signal SIGKILL") as killed:
-        bench.train("killed", signal_to(bench, "killed", 5, "second", signal.SIGKILL), **TWO)
+        bench.train("killed", signal_to(bench, "killed", 3, "second", signal.SIGKILL), **TWO)
     assert killed.value.kind == "transient"
     assert left_behind(bench.folder / "killed") == []
     bench.train("killed", **TWO)
