@@ -17,7 +17,7 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 from transformers.integrations import MLflowCallback
 
-from finetuning import artifacts, child
+from finetuning import artifacts, child, processes
 from finetuning.errors import REMEDIES, Failure
 from finetuning.resume import checkpoints
 from finetuning.tracking import History
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 class Seal(TrainerCallback):
     """Give every checkpoint its manifest, and remove old ones only when a newer one is sealed.
 
+    Of several processes the first one does it, after all have written their files.
     Hashing runs in a thread beside the training, so it costs no step; the checkpoint counts from the moment that its
     manifest is there. The Trainer's own rotation would delete the last sealed one before the next is.
     """
@@ -51,7 +52,9 @@ class Seal(TrainerCallback):
         self.error: Exception | None = None
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        refuse_non_finite_weights(model, state.global_step)
+        refuse_non_finite_weights(model, state.global_step)  # all processes meet here
+        if processes.rank():
+            return
         self.wait()
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         # By name: the training may have been moved since.
@@ -87,7 +90,11 @@ class Seal(TrainerCallback):
 
 
 class Stop(TrainerCallback):
-    """On SIGTERM: save a checkpoint at the end of the running step and stop; before the first step, stop at once."""
+    """On SIGTERM: save a checkpoint at the end of the running step and stop; before the first step, stop at once.
+
+    The signal reaches several processes at different steps, or only one of them: they stop at the step at whose end
+    the first of them knows of it, or they would wait for each other for ever.
+    """
 
     def __init__(self) -> None:
         self.requested = self.training = False
@@ -103,7 +110,7 @@ class Stop(TrainerCallback):
         self.training = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.requested:
+        if any(processes.share(self.requested)):
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
@@ -130,10 +137,15 @@ def diverged(what: str, state: Any) -> Failure:
 
 
 def refuse_non_finite_weights(model: torch.nn.Module, step: int) -> None:
-    for name, weight in model.named_parameters():
-        if not torch.isfinite(weight).all():
-            message = f"{name} holds values that are not finite at step {step}. Nothing is saved as a model."
-            raise Failure("diverged", f"{message} {REMEDIES['diverged']}")
+    """Each process looks at what it holds of the weights (a sharded one is a DTensor), and all of them refuse."""
+    lost = (name for name, weight in model.named_parameters() if not torch.isfinite(_held(weight)).all())
+    for name in filter(None, processes.share(next(lost, None))):
+        message = f"{name} holds values that are not finite at step {step}. Nothing is saved as a model."
+        raise Failure("diverged", f"{message} {REMEDIES['diverged']}")
+
+
+def _held(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 class Progress(TrainerCallback):

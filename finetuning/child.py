@@ -1,26 +1,30 @@
 """The child's side of a step: read the job, live no longer than the parent, speak in lines, leave a result file.
 
+Of several processes that train together (`finetuning.group`) each is such a child, and its parent is the group's.
 A line on stdout is `LEVEL message`, `PROGRESS {json}`, or `RESULT {json}` when the disk has no room for the result
 file; whatever a library prints besides is passed on as it is.
 """
 
 import ctypes
+import io
 import json
 import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from finetuning import processes
 from finetuning.artifacts import read_json, write_json
 from finetuning.classify import classify
 from finetuning.errors import REMEDIES, Failure
 
 PARENT_PID = "FINETUNE_PARENT_PID"
-RESULT = "result.json"
+RESULT = processes.RESULT
 PROGRESS, OUTCOME = "PROGRESS", "RESULT"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -33,7 +37,7 @@ def main(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     job_file = Path(sys.argv[1])
     die_with_parent()
     signal.signal(signal.SIGTERM, _stop)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout, force=True)
+    _set_up_lines(processes.rank())
     for name in ("httpx", "httpcore", "alembic", "mlflow.store.db.utils", "fsspec", "filelock", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("torchao", "torch.utils._pytree"):  # kernels of other machines, and of its own use of torch
@@ -44,12 +48,42 @@ def main(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         failure = classify(error)
         if failure is not error:
             traceback.print_exc(file=sys.stdout)
-        outcome = {"status": "failed", "kind": failure.kind, "message": failure.message}
+        outcome = {"status": "failed", "kind": failure.kind, "message": failure.message, **_moment()}
     try:
-        write_json(job_file.with_name(RESULT), outcome)
+        if outcome["status"] == "failed" or not processes.rank():
+            write_json(processes.result_file(job_file.parent), outcome)
     except OSError:  # a full disk: what happened must not be lost with it
-        print(OUTCOME, json.dumps(outcome))
+        print(OUTCOME, json.dumps(outcome), file=sys.__stdout__)
     leave(0 if outcome["status"] == "done" else 1)
+
+
+def _moment() -> dict[str, float]:
+    """Of several processes the first to fail knows why: the others lose the connection to it."""
+    return {"time": time.time()} if processes.count() > 1 else {}
+
+
+def _set_up_lines(rank: int) -> None:
+    """Of the processes of a group the first one speaks; of the others only warnings and what their libraries print,
+    with their number."""
+    level, name = (logging.WARNING, f"process {rank}: ") if rank else (logging.INFO, "")
+    logging.basicConfig(level=level, format=f"%(levelname)s {name}%(message)s", stream=sys.stdout, force=True)
+    if processes.count() > 1:  # they share a pipe: a line is one write
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    if rank:
+        sys.stdout = sys.stderr = _Named(name)
+
+
+class _Named(io.TextIOBase):
+    """Lines for the real stdout, with a name before each."""
+
+    def __init__(self, name: str):
+        self.name, self.rest = name, ""
+
+    def write(self, text: str) -> int:
+        *lines, self.rest = (self.rest + text).split("\n")
+        for line in lines:
+            sys.__stdout__.write(f"{self.name}{line}\n")
+        return len(text)
 
 
 def leave(code: int) -> NoReturn:

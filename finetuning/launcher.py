@@ -39,8 +39,9 @@ def run_step(
     directory: Path | None = None,
     on_progress: Progress | None = None,
     timeout_seconds: float | None = None,
+    num_processes: int = 1,
 ) -> dict[str, Any]:
-    """Run `python -m finetuning.<step>` on `job` and return its result.
+    """Run `python -m finetuning.<step>` on `job` and return its result; several of it as a group (`finetuning.group`).
 
     Job, log and result files are kept in `directory`; without one they live in a temporary folder and go with it.
     Lines of the child go to `logger` at their level while it runs, progress events to `on_progress`. Must be called in
@@ -51,7 +52,9 @@ def run_step(
     if directory is None:
         settings = Settings()
         with tempfile.TemporaryDirectory(prefix=f"{step}-", dir=settings.storage_root / "tmp") as temporary:
-            return run_step(step, job, logger, directory=Path(temporary), on_progress=on_progress)
+            return run_step(
+                step, job, logger, directory=Path(temporary), on_progress=on_progress, num_processes=num_processes
+            )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / RESULT).unlink(missing_ok=True)
@@ -59,7 +62,9 @@ def run_step(
     except OSError as error:
         raise classify(error) from error
     oom_kills = count_oom_kills()
-    exit_code, tail = _run(step, directory, logger, on_progress, timeout_seconds)
+    program = ["finetuning.group", str(num_processes)] if num_processes > 1 else []
+    command = [sys.executable, "-m", *program, f"finetuning.{step}", str(directory / "job.json")]
+    exit_code, tail = _run(command, step, directory, logger, on_progress, timeout_seconds)
     outcome = _outcome(directory, tail)
     if outcome and outcome["status"] == "done":
         return outcome["result"]
@@ -71,11 +76,16 @@ def run_step(
 
 
 def _run(
-    step: str, directory: Path, logger: Any, on_progress: Progress | None, timeout_seconds: float | None
+    command: list[str],
+    step: str,
+    directory: Path,
+    logger: Any,
+    on_progress: Progress | None,
+    timeout_seconds: float | None,
 ) -> tuple[int | None, list[str]]:
     """Exit code, None after a timeout, and last lines."""
     child = subprocess.Popen(
-        [sys.executable, "-m", f"finetuning.{step}", str(directory / "job.json")],
+        command,
         cwd=PROJECT_ROOT,
         env={**os.environ, **_environment(), PARENT_PID: str(os.getpid())},
         stdin=subprocess.DEVNULL,

@@ -34,8 +34,10 @@ def check_fits(config: Config, model: dict[str, Any], directory: Path) -> None:
 
 def disk_bytes(config: Config, num_parameters: int) -> int:
     """Most bytes on disk at once: one checkpoint more than are kept, because the Trainer deletes the old one after it
-    wrote the new one; then the bfloat16 model directory and its copy in the volume."""
-    checkpoint = num_parameters * BYTES[config.training.weight_dtype] * (1 + OPTIMIZER_STATES)
+    wrote the new one; then the bfloat16 model directory and its copy in the volume. FSDP2 writes the weights twice,
+    for `from_pretrained` and for itself."""
+    copies = (1 if config.training.num_processes == 1 else 2) + OPTIMIZER_STATES
+    checkpoint = num_parameters * BYTES[config.training.weight_dtype] * copies
     return (config.training.save_total_limit + 1) * checkpoint + 2 * num_parameters * BYTES["bfloat16"]
 
 

@@ -5,7 +5,7 @@ Program: `python -m finetuning.train JOB.json`, see `Job`. Layout of the trainin
     training.json                   what `finetuning.resume` says of it
     checkpoints/checkpoint-N/       the Trainer's own, each with a manifest that is written last
 A training that was cut short goes on from its newest checkpoint that is whole, in the same MLflow run; a finished
-one is not touched again.
+one is not touched again. Several processes train together under `finetuning.group`; the first one keeps the books.
 """
 
 import logging
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from config.sections import Config
-from finetuning import artifacts, child, resume, tracking
+from finetuning import artifacts, child, processes, resume, tracking
 from finetuning.classify import classify, out_of_disk
 from finetuning.errors import REMEDIES, Failure
 from finetuning.limits import disk_bytes
@@ -53,13 +53,28 @@ class Job(BaseModel):
 def run(values: dict[str, Any]) -> dict[str, Any]:
     """Train, or go on training, and return what the training came to."""
     job = Job.model_validate(values)
+    processes.join(job.config.training.num_processes)
+    if processes.rank():
+        return _train_along(job)
     with artifacts.lock(job.output):
         if result := resume.finished(job.output):
             logger.info("this training is finished: its checkpoint %s is used", result["checkpoint"])
+            processes.share(None)
         else:
+            processes.check_devices(job.config.training.num_processes)
             close_abandoned(job.output.parent)
             result = _attempt(job)
         return {**result, "mlflow_run_id": _settled(job, result)}
+
+
+def _train_along(job: Job) -> dict[str, Any]:
+    """A process that is not the first: from the checkpoint that the first one names, or nothing to do."""
+    if plan := processes.share(None)[0]:
+        try:
+            _train(job, None, *plan)
+        except Exception as error:
+            raise _full(job, classify(error)) from error
+    return {}
 
 
 def close_abandoned(trainings: Path) -> None:
@@ -78,7 +93,8 @@ def _attempt(job: Job) -> dict[str, Any]:
     where = f"going on from {checkpoint.name}" if checkpoint else "from the start"
     logger.info("MLflow run %s %s, %s", job.run.run_name, run_id, where)
     try:
-        with tracking.ended_honestly(run_id):
+        with tracking.ended_honestly(run_id), processes.as_one(job.output):
+            processes.share((checkpoint,))
             result = {**_train(job, run_id, checkpoint), **_result(job)}
     except Exception as error:
         failure = _full(job, classify(error))
@@ -116,7 +132,10 @@ def _full(job: Job, failure: Failure) -> Failure:
     """A disk that is full: make room by what it cut short, and say which disk and how much it takes."""
     if failure.kind != "out_of_disk":
         return failure
-    resume.remove_unsealed(job.output / "checkpoints")
+    if not processes.rank():
+        resume.remove_unsealed(job.output / "checkpoints")
+    if failure.__cause__ is None:  # in the words of another process
+        return failure
     model = artifacts.read_manifest(job.model) or {}
     needed = disk_bytes(job.config, model["num_parameters"]) if model else None
     return out_of_disk(job.output, needed, failure)
@@ -132,7 +151,8 @@ def _train(job: Job, run_id: str | None, checkpoint: Path | None) -> dict[str, A
     trainer = build_trainer(job)
     trainer.remove_callback(callbacks.PrinterCallback)
     trainer.remove_callback(callbacks.MLflowCallback)
-    trainer.try_evaluation()
+    if job.config.training.num_processes == 1:  # else the weights are not where they will be before the training
+        trainer.try_evaluation()
     if run_id:
         os.environ |= {
             "MLFLOW_RUN_ID": run_id,
@@ -146,7 +166,7 @@ def _train(job: Job, run_id: str | None, checkpoint: Path | None) -> dict[str, A
         callbacks.Watch(len(trainer.processing_class)),
         stop,
         callbacks.Seal(job.config.training.save_total_limit),
-        callbacks.Progress(),
+        *([] if processes.rank() else [callbacks.Progress()]),
         *trainer.measured_by(),
     ):
         trainer.add_callback(callback)
@@ -202,7 +222,7 @@ def sft_config(config: Config, output_dir: Path) -> "SFTConfig":
     return SFTConfig(
         output_dir=str(output_dir),
         run_name=f"{config.model.name.split('/')[-1]}_full-fine-tuning",
-        **config.training.model_dump(exclude=OURS),
+        **processes.options(config.training, config.training.model_dump(exclude=OURS)),
         optim=optim,
         optim_args=optim_args,
         dataset_kwargs={"skip_prepare_dataset": True},
@@ -225,8 +245,6 @@ def sft_config(config: Config, output_dir: Path) -> "SFTConfig":
 
 def _result(job: Job) -> dict[str, Any]:
     """What the training came to, as its last checkpoint has it. Raises Failure when no checkpoint is the best."""
-    import torch
-
     training, directory = job.config.training, job.output / "checkpoints"
     last = directory / f"checkpoint-{training.max_steps}"
     state = artifacts.read_json(last / "trainer_state.json")
@@ -240,7 +258,7 @@ def _result(job: Job) -> dict[str, Any]:
         "num_steps": state["global_step"],
         "num_tokens": state["num_input_tokens_seen"],
         "total_flos": state["total_flos"],
-        "num_gpus": torch.cuda.device_count(),
+        "num_gpus": processes.num_gpus(),
         "eval_loss": min(evaluations, default=None),
         "log_history": state["log_history"],
     }

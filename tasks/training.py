@@ -77,6 +77,7 @@ def train(resolved: Resolved, dataset: Reference, model: ModelReference, tokens:
         directory=directory,
         on_progress=_progress_artifact(config),
         timeout_seconds=settings.training_timeout_seconds,
+        num_processes=config.training.num_processes,
     )
     return Training(directory=directory, fingerprint=identity, **result)
 

@@ -87,7 +87,8 @@ class Bench:
             "base": str(self.base),
             "run": run,
         }
-        return run_step("train", job, LOGGER, directory=self.folder / name, on_progress=on_progress)
+        directory, count = self.folder / name, config.training.num_processes
+        return run_step("train", job, LOGGER, directory=directory, on_progress=on_progress, num_processes=count)
 
     def signal_at(self, step: int, number: signal.Signals, name: str) -> Callable[[dict], None]:
         """For `on_progress`: send a signal to the trainer at its report of that step, once."""
@@ -123,8 +124,9 @@ TIMED = {
     *(f"eval_{name}" for name in ("runtime", "samples_per_second", "steps_per_second")),
     *(f"train_{name}" for name in ("runtime", "samples_per_second", "steps_per_second", "loss", "tokens_per_second")),
     "total_flos",
+    *("step_seconds", "tokens_per_second", "padded_tokens_per_second", "peak_memory_gib", "moved_weights"),
 }
-"""Values of the clock, and averages over one process's part of the training."""
+"""Values of the clock and the machine, and what is of one process's part of the training."""
 
 
 def keep_rows(dataset: Path, count: int) -> None:
