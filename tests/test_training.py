@@ -68,7 +68,7 @@ class Bench:
         config = Config.model_validate({"training": {**TRAINING, **training}})
         settings = Settings()
         run = {
-            "experiment_name": name,
+            "experiment_name": self.experiment(name),
             "artifact_location": settings.artifact_location,
             "run_name": name,
             "config": config.model_dump(),
@@ -107,12 +107,16 @@ class Bench:
             "xxh3_128"
         ]
 
+    def experiment(self, name: str) -> str:
+        """The modules of tests share a tracking server."""
+        return f"{self.folder.name} {name}"
+
     def mlflow(self, name: str) -> tuple[Any, dict[str, list[tuple[int, float]]]]:
         """The only run of the training, and its metric history without times."""
         from mlflow import MlflowClient
 
         client = MlflowClient(Settings().tracking_uri)
-        [run] = client.search_runs([client.get_experiment_by_name(name).experiment_id])
+        [run] = client.search_runs([client.get_experiment_by_name(self.experiment(name)).experiment_id])
         names = [metric for metric in run.data.metrics if not metric.startswith("system/") and metric not in TIMED]
         histories = {metric: client.get_metric_history(run.info.run_id, metric) for metric in names}
         return run, {
@@ -333,4 +337,4 @@ def test_a_training_without_a_best_checkpoint_has_no_result(tmp_path: Path) -> N
     write_json(last / "trainer_state.json", {"best_model_checkpoint": None, "log_history": [], "global_step": 8})
     job = SimpleNamespace(config=Config.model_validate({"training": TRAINING}), output=tmp_path)
     with pytest.raises(Failure, match="eval_loss was never a number, so that no checkpoint is the best one"):
-        _result(job, 1.0)
+        _result(job)
