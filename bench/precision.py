@@ -93,9 +93,11 @@ def compare(base: Path, checkpoint: Path, options: argparse.Namespace) -> tuple[
     """Share of the base's bfloat16 weights that such an update leaves as they are; share that the training has left."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from finetuning.precision import lost_share
 
+    disable_progress_bar()
     before = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     after = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").state_dict()
     pairs = [(weight.to(after[name].dtype), after[name]) for name, weight in before.named_parameters()]

@@ -16,7 +16,7 @@ MOVED_AFTER = 10
 """Optimizer steps after which the weights are compared with what they were."""
 SAMPLED = 65_536
 """Elements of a tensor that are looked at, evenly spaced."""
-FEW_MOVED = 0.5
+FEW_MOVED = 0.1
 logger = logging.getLogger(__name__)
 
 

@@ -45,6 +45,7 @@ def test_plain_bf16_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_which_weights_have_moved(caplog: pytest.LogCaptureFixture) -> None:
     model, moved = model_of(1.0, 1.0, 1.0, 1e-4), Moved()
+    caplog.set_level("INFO")
     state = SimpleNamespace(global_step=0, max_steps=3)
     moved.on_train_begin(None, state, None, model=model)
     for state.global_step in (1, 2, 3):
