@@ -1,4 +1,4 @@
-"""What the memory holds at each moment of a step that can be its peak, beside weights, gradients and optimizer state."""
+"""What the memory holds at each moment of a step that can be its peak, beside weights, gradients and moments."""
 
 from typing import NamedTuple
 

@@ -37,12 +37,13 @@ def check_memory(config: dict[str, Any], model: ModelSection, training: Training
     if planned.fits:
         return planned
     nearest = next(proposals(config, model, training, gpu, **how), None)
+    remedy = f"Would fit: {nearest}." if nearest else NOTHING_FITS
     where = gpu.name if training.num_processes == 1 else f"each of {training.num_processes} {gpu.name}"
     raise Failure(
         "out_of_memory",
         f"training.per_device_train_batch_size={training.per_device_train_batch_size} with training.max_length="
         f"{training.max_length} and training.precision={training.precision} needs {gb(planned.total)} of the "
-        f"{gb(gpu.total_bytes)} of {where}, by the memory plan. {f'Would fit: {nearest}.' if nearest else NOTHING_FITS}",
+        f"{gb(gpu.total_bytes)} of {where}, by the memory plan. {remedy}",
     )
 
 
@@ -61,9 +62,13 @@ def proposals(
                 yield Proposal(_changes(training, changed) | ({} if on == gpu else {"gpu": on.name}), changed, planned)
                 return
 
-    nearest = [found for way in _ways(training) for found in first((changed, gpu) for changed in way)]
-    yield from nearest
-    if not nearest:
+    nearer: list[dict[str, Any]] = []
+    for way in _ways(training):
+        for found in first((changed, gpu) for changed in way):
+            if not any(changes.items() <= found.changes.items() for changes in nearer):  # less would do
+                nearer.append(found.changes)
+                yield found
+    if not nearer:
         smallest = _micro_batches(with_precision(_checkpointed(training), "bf16_stochastic_rounding"))[-1]
         larger = sorted((one for one in GPUS.values() if one.total_bytes > gpu.total_bytes), key=lambda one: one[1])
         yield from first((changed, gpu) for changed in _shorter(smallest))
