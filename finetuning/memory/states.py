@@ -80,12 +80,14 @@ def _block_size(optim_args: str | None) -> int:
 
 def step_bytes(arch: Architecture, training: "TrainingSection", weight: int) -> int:
     """What the optimizer's step takes for itself. `adamw_torch` works on lists of tensors ("uses ~ sizeof(params) more
-    peak memory", torch.optim.AdamW); torchao's holds both moments of one tensor in fp32 (assumed of its compiled
-    step); the others work in place."""
-    optim, _ = training.optimizer
+    peak memory", torch.optim.AdamW); torchao's compiled step holds both moments of one tensor in fp32 and their new
+    scales; the others work in place."""
+    optim, optim_args = training.optimizer
     if optim == "adamw_torch":
         return arch.parameters * weight
-    return OPTIMIZER_STATES * 4 * arch.embedding if optim in TORCHAO else 0
+    if optim in TORCHAO:
+        return OPTIMIZER_STATES * 4 * (arch.embedding + arch.embedding // _block_size(optim_args))
+    return 0
 
 
 def state_bytes_on_disk(training: "TrainingSection", num_parameters: int) -> int:
