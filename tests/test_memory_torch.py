@@ -9,7 +9,7 @@ from finetuning.memory import activations, moments
 from finetuning.memory.architecture import architecture
 from finetuning.memory.gpus import GPUS
 from finetuning.memory.plan import plan
-from finetuning.memory.states import optimizer_bytes, widths
+from finetuning.memory.states import widths
 
 GPU = GPUS["h100-80gb"]
 SMALL: dict[str, Any] = {
@@ -50,7 +50,7 @@ def build(kind: str, values: dict[str, Any], training: TrainingSection, attentio
     dtype = getattr(torch, training.weight_dtype)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).train()
     if training.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=training.activation_checkpointing_kwargs)
+        model.activation_checkpointing_enable(training.activation_checkpointing_kwargs)
     return model
 
 
@@ -145,9 +145,86 @@ def test_saved_activations_are_autograds(
     masked = activations.is_masked(arch, training, attention)
     step = moments.Step(arch, width, attention, masked, batch, length, checkpointing, False, 0)
     of_layer = (found[3] - found[1]) // 2
-    one_plus_weight = 4 * arch.hidden * arch.family.fp32_norm  # Gemma's norms keep it; too small for the plan
+    is_gemma = arch.family.fp32_norm  # its norms keep 1 + weight, its embedding a scale: too small for the plan
+    one_plus_weight, scale = 4 * arch.hidden * is_gemma, width.weight * is_gemma
     assert of_layer == step.kept_of_layer + (0 if checkpointing else step.copies + 2 * one_plus_weight)
-    outside = length * batch * activations.outer_activations(arch, width, batch) + one_plus_weight
+    outside = length * batch * activations.outer_activations(arch, width, batch) + one_plus_weight + scale
     # Held, but not by autograd: a mask; and with checkpointing what a layer gets beside its input.
     beside = length * 2 * arch.head_dim * width.weight if checkpointing else 0
     assert found[1] - of_layer == outside - beside
+
+
+BIG = SMALL | {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+}
+COLUMNS = 512
+"""Of a tile of logits; TRL's 32768 would hide the rest."""
+MICRO_BATCHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one long sequence": (1024, {"max_length": 512}),
+    "two": (1024, {"max_length": 256, "per_device_train_batch_size": 2}),
+    "without checkpointing": (1024, {"max_length": 256, "activation_checkpointing": False}),
+    "many words": (32768, {"max_length": 64}),
+}
+
+
+def peak_of_micro_batch(model: Any, training: TrainingSection, cache: bool) -> int:
+    """Bytes at the peak of a micro-batch that is not the step's first, optimizer state and all."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    batch, length = training.per_device_train_batch_size, training.max_length
+
+    def micro_batch() -> None:
+        ids = torch.randint(0, model.config.vocab_size, (batch, length))
+        mask = torch.ones_like(ids)
+        if batch > 1:
+            mask[0, -4:] = 0
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=training.bf16, cache_enabled=cache):
+            labels = {"labels": ids, "num_items_in_batch": 100}
+            loss = model(input_ids=ids, attention_mask=mask, **labels, fused_lm_head=True).loss
+        loss.backward()
+
+    micro_batch()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer.step()
+    states = [(one, one.grad, *optimizer.state[one].values()) for one in model.parameters()]
+    held = sum(size(tensor) for tensors in states for tensor in tensors)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        micro_batch()
+    now = peak = 0
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return held + peak
+
+
+@pytest.mark.parametrize(
+    ("precision", "cache"),
+    [("fp32", False), ("fp32 with autocast", False), ("fp32 with autocast", True), ("bf16 with autocast", False)],
+)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MICRO_BATCHES)
+@pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("llama", False)])
+def test_the_peak_is_the_profilers(
+    kind: str, tied: bool, name: str, attention: str, precision: str, cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of TRL's head only the buffers count here: a GPU's kernels work in them, those of the CPU beside them."""
+    import trl.kernels.chunked_logprob as head
+    import trl.trainer.utils
+
+    for kernel in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
+        monkeypatch.setattr(head, kernel, lambda *arguments, **options: None)
+    monkeypatch.setattr(trl.trainer.utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", COLUMNS)
+    monkeypatch.setattr(moments, "HEAD_COLUMNS", COLUMNS)
+    vocabulary, options = MICRO_BATCHES[name]
+    training = TrainingSection(**PRECISIONS[precision], **options)
+    model = build(kind, BIG | {"tie_word_embeddings": tied, "vocab_size": vocabulary}, training, attention)
+    trl.trainer.utils.add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    measured = peak_of_micro_batch(model, training, cache)
+    section = ModelSection(attn_implementation=attention)
+    planned = plan(model.config.to_dict(), section, training, GPU, autocast_cache=cache)
+    assert planned.peak == pytest.approx(measured, rel=0.05)

@@ -83,17 +83,17 @@ def test_unknown_deployment_and_unwritable_root_start_nothing(tmp_path: Path, ru
 
 
 def test_too_little_space_is_refused_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of Qwen3-4B in bfloat16: three checkpoints of 24.1e9 bytes and two models of 8.04e9."""
+    """The numbers of Qwen3-4B in fp32: three checkpoints of 48.3e9 bytes and two models of 8.04e9."""
     from config.sections import Config
     from finetuning.errors import Failure
     from finetuning.limits import check_fits, disk_bytes
 
     model = {"context_length": 40960, "num_parameters": 4_022_468_096}
-    assert disk_bytes(Config(), model["num_parameters"]) == 3 * 6 * 4_022_468_096 + 2 * 2 * 4_022_468_096
+    assert disk_bytes(Config(), model["num_parameters"]) == 3 * 12 * 4_022_468_096 + 2 * 2 * 4_022_468_096
     usage = shutil.disk_usage(tmp_path)._replace(free=50 * 2**30)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(
-        Failure, match=r"needs 82.4 GiB for 3 checkpoints .* 50.0 GiB are free.*save_total_limit"
+        Failure, match=r"needs 149.8 GiB for 3 checkpoints .* 50.0 GiB are free.*save_total_limit"
     ) as full:
         check_fits(Config(), model, tmp_path / "not" / "there" / "yet")
     assert full.value.kind == "out_of_disk"

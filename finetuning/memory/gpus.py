@@ -49,17 +49,17 @@ def _visible_handles(pynvml) -> list:
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return handles
-    names = {str(index): handle for index, handle in enumerate(handles)}
     uuids = {pynvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
+    names = {str(index): handle for index, handle in enumerate(handles)} | uuids
     visible = []
     for name in (part.strip() for part in wanted.split(",")):
         if name.startswith("MIG-"):
             visible.append(pynvml.nvmlDeviceGetHandleByUUID(name))
             continue
-        found = names.get(name) or next((uuids[uuid] for uuid in uuids if name and uuid.startswith(name)), None)
-        if found is None:
+        full = name if name in names else next((uuid for uuid in uuids if name and uuid.startswith(name)), None)
+        if full is None:
             break
-        visible.append(found)
+        visible.append(names[full])
     return visible
 
 
