@@ -1,5 +1,6 @@
-"""What a training needs of its model and of the disk, from counts alone."""
+"""What a training needs of its model, of the disk and of the GPU, from counts alone."""
 
+import logging
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -7,10 +8,12 @@ from typing import Any
 
 from config.sections import Config
 from finetuning.errors import Failure
-
-BYTES = {"bfloat16": 2, "float32": 4}
-OPTIMIZER_STATES = 2
-"""AdamW keeps two moments a parameter, in the dtype of the weights."""
+from finetuning.memory.architecture import NotUnderstood, read_config
+from finetuning.memory.gpus import visible_gpu
+from finetuning.memory.plan import plan
+from finetuning.memory.proposals import check_memory
+from finetuning.memory.report import precisions, table
+from finetuning.memory.states import BYTES, state_bytes_on_disk
 
 
 def check_fits(config: Config, model: dict[str, Any], directory: Path) -> None:
@@ -32,12 +35,27 @@ def check_fits(config: Config, model: dict[str, Any], directory: Path) -> None:
         )
 
 
+def check_gpu(config: Config, base: Path, logger: logging.Logger | logging.LoggerAdapter) -> None:
+    """Log the memory plan on the GPU that this process sees, and refuse a training that it cannot hold. Nothing is
+    checked where there is no GPU, or for a model in `base` whose memory is not understood. Raises Failure."""
+    gpu = visible_gpu()
+    if not gpu:
+        return
+    try:
+        what = read_config(base), config.model, config.training, gpu
+        for line in (*table(plan(*what)), *precisions(*what)):
+            logger.info(line)
+        check_memory(*what)
+    except NotUnderstood as unknown:
+        logger.info("no memory plan: %s", unknown)
+
+
 def disk_bytes(config: Config, num_parameters: int) -> int:
     """Most bytes on disk at once: one checkpoint more than are kept, because the Trainer deletes the old one after it
     wrote the new one; then the bfloat16 model directory and its copy in the volume. FSDP2 writes the weights twice,
     for `from_pretrained` and for itself."""
-    copies = (1 if config.training.num_processes == 1 else 2) + OPTIMIZER_STATES
-    checkpoint = num_parameters * BYTES[config.training.weight_dtype] * copies
+    weights = num_parameters * BYTES[config.training.weight_dtype] * (1 if config.training.num_processes == 1 else 2)
+    checkpoint = weights + state_bytes_on_disk(config.training, num_parameters)
     return (config.training.save_total_limit + 1) * checkpoint + 2 * num_parameters * BYTES["bfloat16"]
 
 
