@@ -63,6 +63,7 @@ def training_section(row: Row, size: Scale) -> SimpleNamespace:
         "activation_checkpointing": row.checkpointing,
         "activation_checkpointing_kwargs": {"use_reentrant": False},
         "packing": row.packing,
+        "padding_free": False,
         "num_processes": 1,
     }
     return SimpleNamespace(**values)

@@ -24,7 +24,7 @@ from config.settings import PROJECT_ROOT
 from finetuning.artifacts import file_digest, read_json, write_json
 
 OURS = ["--training.per_device_train_batch_size", "1", "--training.gradient_accumulation_steps", "8",
-        "--training.per_device_eval_batch_size", "1", "--training.activation_checkpointing", "false"]  # fmt: skip
+        "--training.per_device_eval_batch_size", "1", "--training.activation_checkpointing", "auto"]  # fmt: skip
 """The batch of `qwen3-4b`; activations are kept where they fit, as they do here."""
 JOB_STEPS = {"load_and_split", "prepare_model", "tokenize", "train", "save_checkpoint", "publish", "register"}
 MAX_LENGTH = 1024

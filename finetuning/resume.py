@@ -23,7 +23,13 @@ from finetuning import artifacts
 TRAINING_VERSION = 3
 """Part of every training fingerprint: raise it when the same data, model and options give other weights."""
 
-NOT_CONTENT = {"logging_steps", "save_total_limit", "dataloader_pin_memory"}
+NOT_CONTENT = {
+    "logging_steps",
+    "save_total_limit",
+    "dataloader_pin_memory",
+    "activation_checkpointing",  # what is recomputed is the same to the bit
+    "activation_checkpointing_kwargs",
+}
 """Training options that change no weight. Everything else is part of the training's fingerprint."""
 
 STATE = "training.json"

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from pydantic import BaseModel
 
 from config.sections import Config
@@ -22,6 +23,9 @@ from finetuning import artifacts, child, processes, resume, tracking
 from finetuning.classify import classify, out_of_disk
 from finetuning.errors import REMEDIES, Failure
 from finetuning.limits import disk_bytes
+from finetuning.memory.architecture import NotUnderstood, read_config
+from finetuning.memory.gpus import Gpu, visible_gpu
+from finetuning.memory.plan import settled_checkpointing
 from finetuning.model import load_chat_model
 from finetuning.tokens import read_tokens
 
@@ -52,7 +56,7 @@ class Job(BaseModel):
 
 def run(values: dict[str, Any]) -> dict[str, Any]:
     """Train, or go on training, and return what the training came to."""
-    job = Job.model_validate(values)
+    job = settled(Job.model_validate(values))
     processes.join(job.config.training.num_processes)
     if processes.rank():
         return _train_along(job)
@@ -65,6 +69,23 @@ def run(values: dict[str, Any]) -> dict[str, Any]:
             close_abandoned(job.output.parent)
             result = _attempt(job)
         return {**result, "mlflow_run_id": _settled(job, result)}
+
+
+def settled(job: Job) -> Job:
+    """With activation checkpointing decided: `auto` is on unless the memory plan says that it fits without."""
+    training = job.config.training
+    if training.activation_checkpointing != "auto":
+        return job
+    memory = visible_gpu() or Gpu("host memory", psutil.virtual_memory().available)
+    try:
+        on = settled_checkpointing(read_config(job.base), job.config.model, training, memory)
+    except NotUnderstood as unknown:
+        on, why = True, f"no memory plan: {unknown}"
+    else:
+        why = f"{'nothing else' if on else 'it'} fits into {memory.total_bytes / 1e9:.1f} GB of {memory.name}"
+    logger.info("activation checkpointing %s: %s", "on" if on else "off", why)
+    training = training.model_copy(update={"activation_checkpointing": on})
+    return job.model_copy(update={"config": job.config.model_copy(update={"training": training})})
 
 
 def _train_along(job: Job) -> dict[str, Any]:

@@ -195,6 +195,16 @@ def test_without_padding_the_training_is_the_same(bench: Bench) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("setting", [True, "auto"])
+def test_checkpointed_activations_change_no_weight(bench: Bench, setting: bool | str) -> None:
+    """Nor does it matter that the same training goes on with another setting."""
+    name = f"checkpointing-{setting}"
+    bench.train(name, activation_checkpointing=setting)
+    assert bench.weights(name) == bench.weights("straight")
+    log = (bench.folder / name / "log.txt").read_text()
+    assert ("activation checkpointing off: it fits into" in log) == (setting == "auto")
+
+
 @pytest.mark.parametrize("precision", ["bf16", "bf16_stochastic_rounding"])
 def test_every_precision_learns(bench: Bench, precision: str) -> None:
     result = bench.train(precision, precision=precision, bf16=True)

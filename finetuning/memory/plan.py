@@ -57,7 +57,7 @@ def plan(
     not let it.
 
     Read of `model`: attn_implementation. Of `training`: per_device_train_batch_size, gradient_accumulation_steps,
-    max_length, num_processes, packing, bf16, activation_checkpointing, activation_checkpointing_kwargs, and
+    max_length, num_processes, packing, padding_free, bf16, activation_checkpointing, activation_checkpointing_kwargs, and
     weight_dtype and optimizer, as `config.sections.TrainingSection` has them.
     """
     if training.activation_checkpointing != "auto":
@@ -87,13 +87,16 @@ def _plan(
         raise NotUnderstood(f"training.activation_checkpointing_kwargs: {', '.join(sorted(unknown))} not understood.")
     arch, width = architecture(config), widths(training)
     attention = model.attn_implementation
+    batch, length = training.per_device_train_batch_size, training.max_length
+    if training.packing or training.padding_free:  # all of a micro-batch is laid into one sequence
+        batch, length = 1, batch * length
     step = moments.Step(
         arch=arch,
         width=_computing(width, training),
         attention=attention,
         masked=is_masked(arch, training, attention),
-        batch=training.per_device_train_batch_size,
-        length=training.max_length,
+        batch=batch,
+        length=length,
         checkpointing=checkpointing,
         autocast_cache=autocast_cache,
         optimizer_step=step_bytes(arch, training, width.weight),
