@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_child import FACTS, RESULT
-from bench.gpu_plan import Planned, importable, planned
+from bench.gpu_plan import Planned, planned
 from bench.gpu_rows import CHECKS, ROWS, Row, scale
 from bench.gpu_table import summary, table
 
@@ -41,7 +41,6 @@ def main() -> None:
         sys.exit(facts["note"])
     print(", ".join(f"{name} {value}" for name, value in facts.items() if value is not None))
     gpus = facts["num_gpus"]
-    print("memory plan: found" if importable() else "memory plan: not importable, skipped")
     print(
         "no GPU: nothing here says anything about one" if not gpus else f"{_count(gpus)}: FSDP2 not tried", flush=True
     )

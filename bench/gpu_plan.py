@@ -4,6 +4,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from bench.gpu_rows import Row, Scale
+from finetuning.memory.gpus import GPUS
+from finetuning.memory.plan import plan
 
 
 class Planned(NamedTuple):
@@ -17,21 +19,9 @@ class Planned(NamedTuple):
     why: str = ""
 
 
-def importable() -> bool:
-    try:
-        import finetuning.memory  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def planned(row: Row, size: Scale, gpu_name: str | None) -> Planned:
     if row.compiled or row.attention == "flex_attention":
         return Planned(why="no memory plan knows it")
-    try:
-        from finetuning.memory import GPUS, plan
-    except ImportError:
-        return Planned(why="no memory plan")
     known = [gpu for name, gpu in GPUS.items() if name.split("-")[0] in (gpu_name or "").lower()]
     try:
         found = plan(size.config, model_section(row), training_section(row, size), (known or list(GPUS.values()))[0])

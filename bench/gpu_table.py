@@ -2,15 +2,8 @@
 
 from typing import Any
 
-PEAK_FLOPS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "A100": 312e12,
-}
-"""Dense bf16 operations a second by a part of the GPU's name, from NVIDIA's data sheets (those of H100 and H200 state
-twice as many, with sparsity). The first that fits counts."""
+from finetuning.memory.gpus import PEAK_FLOPS
+
 HEADS = "row tokens/s MFU_% s/step planned measured error_% reserved".split()
 
 

@@ -14,24 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
+from finetuning.memory.gpus import PEAK_FLOPS
+
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
-
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-}
-"""Part of a GPU's name -> bf16 operations a second without sparsity, as NVIDIA's data sheets have them."""
 
 PHASES = ("data", "forward_backward", "optimizer", "logging", "evaluation", "checkpoint")
 

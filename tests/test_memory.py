@@ -61,8 +61,8 @@ from finetuning.memory import gpus, plan
 from finetuning.memory.architecture import read_config
 section = SimpleNamespace(
     per_device_train_batch_size=1, gradient_accumulation_steps=8, max_length=2048, num_processes=1, packing=False,
-    bf16=True, activation_checkpointing="auto", activation_checkpointing_kwargs={}, weight_dtype="float32",
-    optimizer=("adamw_torch_fused", None))
+    padding_free=False, bf16=True, activation_checkpointing="auto", activation_checkpointing_kwargs={},
+    weight_dtype="float32", optimizer=("adamw_torch_fused", None))
 config, model = read_config(Path(sys.argv[1])), SimpleNamespace(attn_implementation="sdpa")
 what = config, model, section, gpus.GPUS["h100-80gb"]
 print(plan.plan(*what).total, gpus.visible_gpu(), plan.settled_checkpointing(*what))
@@ -84,6 +84,8 @@ def test_what_changes_the_plan() -> None:
     totals = [plan(QWEN, ModelSection(attn_implementation=one), longer, H100).total for one in attentions]
     assert totals[0] == totals[1] < totals[2]
     assert total(optim="adamw_bnb_8bit") < total()
+    four = {"max_length": 4096, "per_device_train_batch_size": 4}
+    assert total(**four) < total(**four, padding_free=True) == total(**four, packing=True), "one mask of 4 x 4096"
 
 
 def test_sharding_over_several() -> None:
@@ -92,6 +94,8 @@ def test_sharding_over_several() -> None:
     assert held[0]["weights"] == 4 * held[1]["weights"] == 8 * held[2]["weights"]
     assert "unreduced gradients" not in held[0]
     assert held[1]["unreduced gradients"] == held[2]["unreduced gradients"] == 2 * 4_022_468_096
+    bf16 = TrainingSection(num_processes=4, precision="bf16")
+    assert plan(QWEN, ModelSection(), bf16, H100).components["weights"] * 2 == held[1]["weights"]
     whole = TrainingSection(num_processes=4, gradient_accumulation_steps=1)
     assert "unreduced gradients" not in plan(QWEN, ModelSection(), whole, H100).components
 

@@ -1,4 +1,4 @@
-"""GPUs: those that a command can name, and the one that this process sees."""
+"""GPUs: those that a command can name, what they can do, and the one that this process sees."""
 
 import os
 from contextlib import suppress
@@ -25,6 +25,20 @@ GPUS = {
     }.items()
 }
 """Capacity: the smallest "total capacity" in GiB of torch's out-of-memory messages in public issues, rounded down."""
+
+
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+}
+"""Part of a GPU's name -> bf16 operations a second without sparsity, as NVIDIA's data sheets have them."""
 
 
 def visible_gpu() -> Gpu | None:

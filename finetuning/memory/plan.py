@@ -57,8 +57,8 @@ def plan(
     not let it.
 
     Read of `model`: attn_implementation. Of `training`: per_device_train_batch_size, gradient_accumulation_steps,
-    max_length, num_processes, packing, padding_free, bf16, activation_checkpointing, activation_checkpointing_kwargs, and
-    weight_dtype and optimizer, as `config.sections.TrainingSection` has them.
+    max_length, num_processes, packing, padding_free, bf16, activation_checkpointing, activation_checkpointing_kwargs,
+    and weight_dtype and optimizer, as `config.sections.TrainingSection` has them.
     """
     if training.activation_checkpointing != "auto":
         return _plan(config, model, training, gpu, training.activation_checkpointing, autocast_cache)

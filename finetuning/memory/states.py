@@ -36,9 +36,9 @@ class Widths(NamedTuple):
 
 
 def widths(training: "TrainingSection") -> Widths:
-    """accelerate makes the weights fp32 before it shards them, whenever bf16 is on (`fsdp2_prepare_model`)."""
-    sharded_bf16 = training.num_processes > 1 and training.bf16
-    weight = BYTES["float32" if sharded_bf16 else training.weight_dtype]
+    """Sharded weights in bfloat16 stay so: `finetuning.processes` turns autocast off for them, with which accelerate
+    would make them fp32 (`fsdp2_prepare_model`)."""
+    weight = BYTES[training.weight_dtype]
     return Widths(weight, BYTES["bfloat16"] if training.bf16 else weight)
 
 
