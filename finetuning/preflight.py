@@ -7,6 +7,7 @@ import logging
 import os
 import uuid
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ def check_settings(config: Config, settings: Settings) -> None:
             f"registry.allow_local=false and the registry is {shown(settings.registry_uri)}, which is not a Unity "
             "Catalog: nobody would find the model there. Set MLFLOW_REGISTRY_URI to databricks-uc (or "
             "uc:http://HOST:PORT), or registry.allow_local to true.",
+        )
+    if config.model.attn_implementation == "flash_attention_2" and not find_spec("flash_attn"):
+        raise Failure(
+            "configuration",
+            "model.attn_implementation='flash_attention_2' needs the package flash-attn, which is not there. "
+            "Install it on the GPU machine, or set it to 'sdpa'.",
         )
 
 

@@ -13,7 +13,7 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 from pydantic import BaseModel
@@ -26,16 +26,6 @@ from finetuning.limits import disk_bytes
 from finetuning.memory.architecture import NotUnderstood, read_config
 from finetuning.memory.gpus import Gpu, visible_gpu
 from finetuning.memory.plan import settled_checkpointing
-from finetuning.model import load_chat_model
-from finetuning.tokens import read_tokens
-
-if TYPE_CHECKING:
-    from trl import SFTConfig
-
-    from finetuning.trainer import MeasuredTrainer
-
-OURS = {"assistant_only_loss", "precision", "optim", "optim_args", "eval_max_rows", "max_length", "num_processes"}
-"""Options of `TrainingSection` that are not handed to `SFTConfig` as they are: the tokens have them, or the model."""
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +157,7 @@ def _train(job: Job, run_id: str | None, checkpoint: Path | None) -> dict[str, A
     if checkpoint and resume.step_of(checkpoint) >= job.config.training.max_steps:
         return {"train_seconds": 0.0}  # killed between its last step and its result; the Trainer would do one more
     from finetuning import callbacks
+    from finetuning.trainer import build_trainer
 
     stop = callbacks.Stop()  # from here on a SIGTERM is answered at the end of a step
     trainer = build_trainer(job)
@@ -199,69 +190,6 @@ def _train(job: Job, run_id: str | None, checkpoint: Path | None) -> dict[str, A
         message = f"training was stopped at step {step} of {steps}, where a checkpoint was saved"
         raise Failure("preempted", f"{message}. {REMEDIES['preempted']}")
     return {"train_seconds": round(time.monotonic() - started, 1), **trainer.speed.summary()}
-
-
-def build_trainer(job: Job) -> "MeasuredTrainer":
-    """Dataset, tokenizer, model, trainer: in the order of the data. The labels are in the dataset already."""
-    from transformers import set_seed
-
-    from finetuning.precision import describe
-    from finetuning.speed import Speed, flops_a_token
-    from finetuning.trainer import MeasuredTrainer
-
-    training = job.config.training
-    set_seed(training.seed)
-    train_dataset, eval_dataset = (read_tokens(job.tokens / f"{split}.arrow") for split in ("train", "test"))
-    section = job.config.model
-    model, tokenizer = load_chat_model(
-        job.base,
-        job.model,
-        dtype=training.weight_dtype,
-        trust_remote_code=section.trust_remote_code,
-        attn_implementation=section.attn_implementation,
-    )
-    describe(model, training.precision, training.optimizer[0], training.learning_rate)
-    trainer = MeasuredTrainer(
-        speed=Speed(flops_a_token(model.config, model.num_parameters(), train_dataset)),
-        model=model,
-        args=sft_config(job.config, job.output / "checkpoints"),
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer,
-    )
-    # Rotation is ours (`callbacks.Seal`), and so is the choice of the best: export reads it from its checkpoint.
-    trainer.args.save_total_limit, trainer.args.load_best_model_at_end = None, False
-    return trainer
-
-
-def sft_config(config: Config, output_dir: Path) -> "SFTConfig":
-    """The section under its own names, and what the pipeline itself decides. The device follows the hardware."""
-    import torch
-    from trl import SFTConfig
-
-    optim, optim_args = config.training.optimizer
-    return SFTConfig(
-        output_dir=str(output_dir),
-        run_name=f"{config.model.name.split('/')[-1]}_full-fine-tuning",
-        **processes.options(config.training, config.training.model_dump(exclude=OURS)),
-        optim=optim,
-        optim_args=optim_args,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        eval_strategy="steps",
-        save_strategy="steps",
-        report_to="mlflow",
-        use_cpu=not torch.cuda.is_available(),
-        trust_remote_code=config.model.trust_remote_code,
-        # TRL wants to cut by itself otherwise; the tokens are cut already.
-        max_length=None if config.training.padding_free else config.training.max_length,
-        # Without padding there is none to leave out, and where pad is eos the ends of turns would not be counted.
-        include_num_input_tokens_seen="all"
-        if config.training.packing or config.training.padding_free
-        else "non_padding",
-        prediction_loss_only=True,  # else the logits of the whole evaluation are kept
-        logging_nan_inf_filter=False,  # on, a dead run would log a loss of 0.0
-        disable_tqdm=True,
-    )
 
 
 def _result(job: Job) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def test_every_entrypoint_is_the_flow(name: str) -> None:
 
 def test_the_notebook_recipe_is_the_notebook() -> None:
     """Compared with the SFTConfig that comes out, not with our own section."""
-    from finetuning.train import sft_config
+    from finetuning.trainer import sft_config
 
     config = config_of("qwen3-4b-notebook")
     arguments = sft_config(config, PROJECT / "unused")

@@ -201,7 +201,7 @@ def test_gpus_share_the_weights(
     from accelerate.utils import FullyShardedDataParallelPlugin
     from trl import SFTConfig
 
-    from finetuning.train import OURS
+    from finetuning.trainer import OURS
 
     training = Config.model_validate({"training": {"num_processes": 2, "precision": precision}}).training
     with monkeypatch.context() as patch:

@@ -99,6 +99,18 @@ def test_too_little_space_is_refused_with_the_numbers(tmp_path: Path, monkeypatc
     assert full.value.kind == "out_of_disk"
 
 
+def test_flash_attention_without_its_package_is_refused() -> None:
+    from config.sections import Config
+    from config.settings import Settings
+    from finetuning.errors import Failure
+    from finetuning.preflight import check_settings
+
+    values = {"model": {"attn_implementation": "flash_attention_2"}, "registry": {"allow_local": True}}
+    with pytest.raises(Failure, match=r"model\.attn_implementation='flash_attention_2' needs .* flash-attn") as refused:
+        check_settings(Config.model_validate(values), Settings())
+    assert refused.value.kind == "configuration"
+
+
 def test_registering_by_hand_refuses_what_is_no_model_directory(place: Place) -> None:
     result = run_module("finetuning.register", str(PROJECT / "samples"), **place.environment)
     assert result.returncode == 1
