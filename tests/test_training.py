@@ -6,6 +6,7 @@ Each test runs the real program `finetuning.train` in its child process, without
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -193,6 +194,38 @@ def test_without_padding_the_training_is_the_same(bench: Bench) -> None:
     free = bench.train("padding-free", padding_free=True)["log_history"]
     losses = [[entry["loss"] for entry in history if "loss" in entry] for history in (padded, free)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_what_the_time_goes_into_is_said_before_and_after(bench: Bench) -> None:
+    log = (bench.folder / "straight" / "log.txt").read_text()
+    assert re.search(r"INFO 4 evaluations, about \d+ % of the work \(training.eval_max_rows\)", log)
+    assert re.search(r"INFO time: \d+% data, \d+% forward and backward, .* \d+% evaluation, \d+% checkpoint; peak", log)
+    assert re.search(r"INFO checkpoint-8: 0\.\d+ GiB written in \d+\.\d s", log)
+    history = read_json(bench.folder / "straight" / "training.json")["result"]["log_history"]
+    assert all(entry["tokens_per_second"] > 0 for entry in history if "loss" in entry)
+
+
+def test_the_longest_rows_are_evaluated_before_the_first_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no logits kept, and leaving nothing behind for the log."""
+    from finetuning.train import Job
+    from finetuning.trainer import build_trainer
+
+    config = Config.model_validate({"training": {**TRAINING, "per_device_eval_batch_size": 2}})
+    job = read_json(bench.folder / "straight" / "job.json") | {"config": config, "output": bench.folder / "tried"}
+    trainer = build_trainer(Job.model_validate(job))
+    seen, step = [], type(trainer).prediction_step
+    monkeypatch.setattr(
+        type(trainer),
+        "prediction_step",
+        lambda self, model, batch, **how: seen.append((batch, step(self, model, batch, **how))),
+    )
+    trainer.try_evaluation()
+    [(batch, (loss, logits, labels))] = seen
+    lengths = sorted(len(row) for row in trainer.eval_dataset["input_ids"])
+    assert sorted(batch["attention_mask"].sum(1).tolist()) == lengths[-2:]
+    assert (loss > 0, logits, labels, trainer.args.prediction_loss_only) == (True, None, None, True)
+    assert trainer._metrics["eval"] == {}
+    assert trainer.accelerator.autocast_handler.cache_enabled is False
 
 
 @pytest.mark.parametrize("setting", [True, "auto"])
