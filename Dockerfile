@@ -5,7 +5,7 @@ FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 
 # The compiler is for the kernels that torch compiles while it runs.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3 python3-venv python3-dev gcc libc6-dev \
+    && apt-get install -y --no-install-recommends python3 python3-venv python3-dev g++ libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/venv
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from finetuning.memory.gpus import PEAK_FLOPS
+from finetuning.memory.gpus import named_peak
 
 HEADS = "row tokens/s MFU_% s/step planned measured error_% reserved".split()
 
@@ -10,7 +10,7 @@ HEADS = "row tokens/s MFU_% s/step planned measured error_% reserved".split()
 def summary(result: dict[str, Any], gpu: str | None) -> dict[str, Any]:
     """What the numbers of a training come to."""
     seconds = sum(result["step_seconds"])
-    most = next((flops for name, flops in PEAK_FLOPS.items() if name in (gpu or "")), None)
+    most = named_peak(gpu or "")
     peak, plan, evaluation = result["peak"], result["planned"], result["evaluation_tokens_per_second"]
     notes = [result["head"], f"loss {result['losses'][0]:.3f} to {result['losses'][-1]:.3f}"]
     notes += [f"evaluation {evaluation:,.0f} tokens/s"] if evaluation else []

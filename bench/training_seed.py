@@ -24,6 +24,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
 
     folder = Path(job["folder"])
     mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
+    mlflow.set_experiment(experiment_id=mlflow.create_experiment("notebook", (folder / "artifacts").as_uri()))
     splits = load_dataset("json", data_dir=job["data"]).select_columns("messages")
     if job["eval_rows"]:
         splits["test"] = splits["test"].select(range(min(job["eval_rows"], len(splits["test"]))))

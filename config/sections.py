@@ -14,6 +14,8 @@ warnings.filterwarnings("ignore", message='Field name "schema" in "RegistrySecti
 
 STOCHASTIC_ROUNDING_OPTIMIZER, STOCHASTIC_ROUNDING = "adamw_torch_8bit", "bf16_stochastic_round=True"
 """torchao's AdamW, which transformers builds with these arguments; no other of its optimizers rounds like that."""
+EIGHT_BIT_OPTIMIZERS = {"adamw_torch_8bit", "adamw_torch_4bit"}
+"""torchao's, by transformers' names."""
 
 # Unity Catalog takes more, but MLflow's clients and the file paths of a volume do not agree on it.
 NamePart = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", max_length=255)]
@@ -336,6 +338,33 @@ class Config(Section):
             raise ValueError(
                 f"training.precision='bf16_stochastic_rounding' needs training.optim={STOCHASTIC_ROUNDING_OPTIMIZER!r} "
                 f"and has {training.optim!r}. Leave training.optim out, or take another precision."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _trains_with_what_can_be_resumed(self) -> Self:
+        """torchao's 8-bit states are no tensors that FSDP2 hands to the other processes when a checkpoint is loaded;
+        and transformers passes block_size on as text, which torchao cannot divide by."""
+        training, (optim, arguments) = self.training, self.training.optimizer
+        if training.num_processes > 1 and optim in EIGHT_BIT_OPTIMIZERS:
+            raise ValueError(
+                f"training.num_processes={training.num_processes} with the optimizer {optim!r} (training.precision="
+                f"{training.precision!r}) could not go on from a checkpoint. Use one process, or another optimizer "
+                "with training.precision 'fp32' or 'bf16'."
+            )
+        if optim in EIGHT_BIT_OPTIMIZERS and "block_size" in (arguments or ""):
+            raise ValueError(
+                f"training.optim_args={training.optim_args!r}: block_size fails at the first optimizer step. Leave it "
+                "out."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _attends_in_a_dtype_that_can(self) -> Self:
+        training, attention = self.training, self.model.attn_implementation
+        if attention == "flash_attention_2" and training.precision == "fp32" and not training.bf16:
+            raise ValueError(
+                "model.attn_implementation='flash_attention_2' has no fp32: set training.bf16 to true, or take 'sdpa'."
             )
         return self
 

@@ -64,6 +64,7 @@ class Seal(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.wait()
+        processes.share(None)  # one that leaves before the seal would have torch's agent end the others in 30 seconds
 
     def wait(self) -> None:
         """Until the checkpoint is sealed. Raises what kept it from being."""

@@ -36,16 +36,24 @@ def check_fits(config: Config, model: dict[str, Any], directory: Path) -> None:
 
 
 def check_gpu(config: Config, base: Path, logger: logging.Logger | logging.LoggerAdapter) -> None:
-    """Log the memory plan on the GPU that this process sees, and refuse a training that it cannot hold. Nothing is
-    checked where there is no GPU, or for a model in `base` whose memory is not understood. Raises Failure."""
+    """Log the memory plan on the GPU that this process sees, and refuse a training that it cannot hold: one whose peak
+    is more than the GPU has. What the plan only assumes on top of it (CUDA's own, fragmentation) is warned about.
+    Nothing is checked where there is no GPU, or for a model in `base` whose memory is not understood. Raises Failure.
+    """
     gpu = visible_gpu()
     if not gpu:
         return
     try:
         what = read_config(base), config.model, config.training, gpu
-        for line in (*table(plan(*what)), *precisions(*what)):
+        planned = plan(*what)
+        for line in (*table(planned), *precisions(*what)):
             logger.info(line)
-        check_memory(*what)
+        if planned.peak > gpu.total_bytes:
+            check_memory(*what)
+        elif not planned.fits:
+            logger.warning(
+                "this may be more than %s has: the peak fits, with what is lost around it it does not", gpu.name
+            )
     except NotUnderstood as unknown:
         logger.info("no memory plan: %s", unknown)
 

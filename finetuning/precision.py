@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from finetuning import processes
+
 MOVED_AFTER = 10
-"""Optimizer steps after which the weights are compared with what they were."""
+"""Optimizer steps after the warm-up when the weights are compared with what they were."""
 SAMPLED = 65_536
 """Elements of a tensor that are looked at, evenly spaced."""
 FEW_MOVED = 0.1
@@ -43,11 +45,13 @@ def lost_share(model: torch.nn.Module, learning_rate: float) -> float:
 def describe(model: torch.nn.Module, precision: str, optimizer: str, learning_rate: float) -> None:
     """Log the dtype of weights and optimizer, and with plain bfloat16 how much it loses."""
     dtypes = ", ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in model.parameters()}))
+    if processes.rank():
+        return
     logger.info("training.precision=%s: weights in %s, optimizer %s", precision, dtypes, optimizer)
     if precision == "bf16":
         logger.warning(
             "training.precision=bf16: at training.learning_rate=%g an update is lost in %.0f %% of the weights. "
-            "fp32 and bf16_stochastic_rounding lose none on average; for the same effect they want a lower one",
+            "fp32 and bf16_stochastic_rounding lose none on average; there a lower training.learning_rate is enough",
             *(learning_rate, 100 * lost_share(model, learning_rate)),
         )
 
@@ -63,7 +67,7 @@ class Moved(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step == 0:
             self.before = [(size, sample.clone()) for size, sample in samples(model)]
-            self.until = min(MOVED_AFTER, state.max_steps)
+            self.until = min(int(args.get_warmup_steps(state.max_steps)) + MOVED_AFTER, state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if not self.before or state.global_step < self.until:
@@ -72,7 +76,8 @@ class Moved(TrainerCallback):
         moved = sum(size * (was != now).float().mean().item() for size, was, now in pairs)
         self.share, self.before = moved / max(sum(size for size, _, _ in pairs), 1), []
         level = logging.WARNING if self.share < FEW_MOVED else logging.INFO
-        logger.log(level, "%.1f %% of the weights have moved in %d steps", 100 * self.share, state.global_step)
+        text = "%.1f %% of the weights have moved in %d steps (training.precision, training.learning_rate)"
+        logger.log(level, text, 100 * self.share, state.global_step)
 
     def take(self) -> dict[str, float]:
         """The metric, once."""

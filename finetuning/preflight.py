@@ -9,6 +9,7 @@ import uuid
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from pydantic import BaseModel
@@ -54,6 +55,12 @@ def check_settings(config: Config, settings: Settings) -> None:
             "configuration",
             "model.attn_implementation='flash_attention_2' needs the package flash-attn, which is not there. "
             "Install it on the GPU machine, or set it to 'sdpa'.",
+        )
+    if config.training.precision == "bf16_stochastic_rounding" and not (which("g++") or which("clang++")):
+        raise Failure(
+            "configuration",
+            "training.precision='bf16_stochastic_rounding' compiles its optimizer, and there is no g++ or clang++ on "
+            "the PATH. Install one, or take another precision.",
         )
 
 

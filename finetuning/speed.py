@@ -1,7 +1,7 @@
 """Where the time of a training goes: seconds of each phase, tokens a second, share of the GPU's peak, memory.
 
-Imports transformers: for the training child only. Nothing here waits for the GPU; the Trainer does by itself, because
-it reads a loss and the norm of the gradients at each step.
+Imports transformers: for the training child only. A GPU is waited for once an optimizer step, at its end; the Trainer
+waits for it after each micro-batch anyway, to count the tokens.
 """
 
 import logging
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
-from finetuning.memory.gpus import PEAK_FLOPS
+from finetuning import processes
+from finetuning.memory.gpus import named_peak
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -49,6 +50,8 @@ class Speed(TrainerCallback):
         self._book("forward_backward")
 
     def on_step_end(self, *_: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # else the optimizer's kernels would be booked under what comes next
         self._book("optimizer")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
@@ -100,9 +103,8 @@ def peak_flops() -> float | None:
     """Of all GPUs that train; None without one, or with one that is not known."""
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name()
-    flops = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
-    return flops and flops * torch.cuda.device_count()
+    flops = named_peak(torch.cuda.get_device_name())
+    return flops and flops * processes.num_gpus()
 
 
 def peak_memory_gib() -> float:

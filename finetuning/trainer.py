@@ -68,7 +68,8 @@ class MeasuredTrainer(SFTTrainer):
             *(args.max_steps, rows, what, args.device, len(train), len(test)),
         )
         evaluations = args.max_steps // int(args.eval_steps)
-        passes = 4 if args.gradient_checkpointing else 3  # forward, twice of it backward, and once more to recompute
+        recomputed = args.activation_checkpointing or (args.fsdp_config or {}).get("activation_checkpointing")
+        passes = 4 if recomputed else 3  # forward, twice of it backward, and once more to recompute
         evaluated = evaluations * num_tokens(test)
         trained = passes * args.max_steps * rows * num_tokens(train) / len(train)
         share = evaluated / (evaluated + trained)

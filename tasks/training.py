@@ -15,7 +15,7 @@ from config.settings import Settings
 from finetuning.artifacts import mark_used
 from finetuning.launcher import Progress, run_step
 from finetuning.limits import check_fits, check_gpu
-from finetuning.resume import training_fingerprint
+from finetuning.resume import finished, training_fingerprint
 from tasks.common import RETRIED, artifact_key
 from tasks.model import ModelReference
 from tasks.references import Reference
@@ -59,7 +59,8 @@ def train(resolved: Resolved, dataset: Reference, model: ModelReference, tokens:
     identity = training_fingerprint(config, tokens.fingerprint, model.fingerprint)
     directory = settings.storage_root / "trainings" / identity
     check_fits(config, model.facts, directory)
-    check_gpu(config, model.base, get_run_logger())
+    if not finished(directory):
+        check_gpu(config, model.base, get_run_logger())
     mark_used(directory)
     job = {
         "config": config.model_dump(),

@@ -16,10 +16,10 @@ from finetuning.memory.__main__ import main
 from finetuning.memory.architecture import NotUnderstood, architecture, read_config
 from finetuning.memory.gpus import GPUS, Gpu, visible_gpu
 from finetuning.memory.plan import plan, settled_checkpointing
-from finetuning.memory.proposals import check_memory, proposals
+from finetuning.memory.proposals import LARGER_GPU, check_memory, proposals
 from tests.conftest import PROJECT
 
-FILE = PROJECT / "tests" / "data" / "qwen3-4b-config.json"
+FILE = PROJECT / "bench" / "qwen3-4b-config.json"
 """Qwen/Qwen3-4B's own."""
 QWEN = read_config(FILE)
 H100, L40S, L4, SMALL = GPUS["h100-80gb"], GPUS["l40s-48gb"], GPUS["l4-24gb"], Gpu("small", 32 * 10**9)
@@ -113,7 +113,7 @@ TOO_LARGE = {
     ),
     "shorter": (SMALL, {"precision": "bf16_stochastic_rounding", "max_length": 40960}, "training.max_length=1"),
     "more processes": (L4, {}, "training.gradient_accumulation_steps=1, training.num_processes=8"),
-    "a larger GPU": (L4, {"gradient_accumulation_steps": 1}, "gpu=h100-80gb"),
+    "a larger GPU": (L4, {"gradient_accumulation_steps": 1}, "on a larger GPU=h100-80gb"),
 }
 
 
@@ -124,11 +124,11 @@ def test_every_proposal_fits_with_the_same_effective_batch(name: str) -> None:
     found = list(proposals(QWEN, ModelSection(), training, gpu))
     assert str(found[0]).startswith(nearest)
     for proposal in found:
-        dotted = {key.removeprefix("training."): value for key, value in proposal.changes.items() if key != "gpu"}
+        dotted = {key.removeprefix("training."): value for key, value in proposal.changes.items() if key != LARGER_GPU}
         changed = TrainingSection.model_validate(training.model_dump() | dotted)
         assert changed == proposal.training
         assert Config(training=changed)
-        on = GPUS.get(proposal.changes.get("gpu"), gpu)
+        on = GPUS.get(proposal.changes.get(LARGER_GPU), gpu)
         assert plan(QWEN, ModelSection(), changed, on).fits
         assert effective_batch(changed) == effective_batch(training)
     with pytest.raises(Failure) as refused:
@@ -198,7 +198,7 @@ def test_the_command_says_by_its_exit_code(tmp_path: Path, capsys: pytest.Captur
     assert "precision bf16 instead: updates below half of the last digit are lost; 8.0 bytes a parameter" in out
     assert err == ""
     assert main([str(FILE), "--gpu", "l4-24gb"]) == 1
-    assert capsys.readouterr().err.splitlines()[0::2] == ["does not fit", "fits: gpu=h100-80gb (70.9 GB)"]
+    assert capsys.readouterr().err.splitlines()[0::2] == ["does not fit", "fits: on a larger GPU=h100-80gb (70.9 GB)"]
     assert main([str(FILE), "--gpu", "l4-24gb", "--grid"]) == 1
     assert "1024      70.9!" in capsys.readouterr().out
 
@@ -277,6 +277,9 @@ def test_the_flows_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
         check_gpu(Config(), tmp_path, LOGGER)
     assert "    70.89  total" in caplog.messages
     assert "precision fp32: no update is lost; 16.0 bytes a parameter, 70.9 GB in all" in caplog.messages
+    monkeypatch.setattr("finetuning.limits.visible_gpu", lambda: Gpu("a tight one", 69 * 10**9))
+    check_gpu(Config(), tmp_path, LOGGER)
+    assert caplog.messages[-1].startswith("this may be more than a tight one has: the peak fits")
     monkeypatch.setattr("finetuning.limits.visible_gpu", lambda: H100)
     check_gpu(Config(), tmp_path, LOGGER)
     caplog.clear()

@@ -47,14 +47,16 @@ def test_which_weights_have_moved(caplog: pytest.LogCaptureFixture) -> None:
     model, moved = model_of(1.0, 1.0, 1.0, 1e-4), Moved()
     caplog.set_level("INFO")
     state = SimpleNamespace(global_step=0, max_steps=3)
-    moved.on_train_begin(None, state, None, model=model)
+    moved.on_train_begin(SimpleNamespace(get_warmup_steps=lambda steps: 1), state, None, model=model)
     for state.global_step in (1, 2, 3):
         with torch.no_grad():
             model.weight -= 2e-5
         moved.on_step_end(None, state, None, model=model)
     assert moved.take() == {"moved_weights": 0.25}
     assert moved.take() == {}
-    assert caplog.messages == ["25.0 % of the weights have moved in 3 steps"]
+    assert caplog.messages == [
+        "25.0 % of the weights have moved in 3 steps (training.precision, training.learning_rate)"
+    ]
 
 
 def test_a_resumed_training_does_not_say_again_what_moved() -> None:
@@ -70,8 +72,8 @@ def test_a_resumed_training_does_not_say_again_what_moved() -> None:
         ({}, ("adamw_torch_fused", None), "float32"),
         ({"precision": "bf16", "optim": "adafactor"}, ("adafactor", None), "bfloat16"),
         (
-            {"precision": "bf16_stochastic_rounding", "optim_args": "block_size=128"},
-            ("adamw_torch_8bit", "block_size=128,bf16_stochastic_round=True"),
+            {"precision": "bf16_stochastic_rounding", "optim_args": "eps=1e-7"},
+            ("adamw_torch_8bit", "eps=1e-7,bf16_stochastic_round=True"),
             "bfloat16",
         ),
     ],
@@ -79,6 +81,26 @@ def test_a_resumed_training_does_not_say_again_what_moved() -> None:
 def test_the_precision_has_its_optimizer(training: dict, optimizer: tuple, dtype: str) -> None:
     section = Config.model_validate({"training": training}).training
     assert (section.optimizer, section.weight_dtype) == (optimizer, dtype)
+
+
+ROUNDING = {"precision": "bf16_stochastic_rounding"}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"training": {**ROUNDING, "num_processes": 2}}, "could not go on from a checkpoint"),
+        ({"training": {"optim": "adamw_torch_8bit", "num_processes": 2}}, "could not go on from a checkpoint"),
+        ({"training": {**ROUNDING, "optim_args": "block_size=128"}}, "block_size fails at the first optimizer step"),
+        (
+            {"model": {"attn_implementation": "flash_attention_2"}, "training": {"bf16": False}},
+            "'flash_attention_2' has no fp32",
+        ),
+    ],
+)
+def test_what_cannot_work_together_is_refused(values: dict, said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        Config.model_validate(values)
 
 
 def test_an_optimizer_that_cannot_round_is_refused() -> None:

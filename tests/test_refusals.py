@@ -111,6 +111,19 @@ def test_flash_attention_without_its_package_is_refused() -> None:
     assert refused.value.kind == "configuration"
 
 
+def test_stochastic_rounding_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from config.sections import Config
+    from config.settings import Settings
+    from finetuning.errors import Failure
+    from finetuning.preflight import check_settings
+
+    values = {"training": {"precision": "bf16_stochastic_rounding"}, "registry": {"allow_local": True}}
+    check_settings(Config.model_validate(values), Settings())
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(Failure, match=r"compiles its optimizer, and there is no g\+\+"):
+        check_settings(Config.model_validate(values), Settings())
+
+
 def test_registering_by_hand_refuses_what_is_no_model_directory(place: Place) -> None:
     result = run_module("finetuning.register", str(PROJECT / "samples"), **place.environment)
     assert result.returncode == 1

@@ -41,11 +41,11 @@ def test_rates_leave_evaluation_and_checkpoints_out(monkeypatch: pytest.MonkeyPa
 
 def test_a_gpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(speed.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(speed.processes, "num_gpus", lambda: 2)
     for name, peak in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L4", 121e12)):
         monkeypatch.setattr(speed.torch.cuda, "get_device_name", lambda name=name: name)
         assert speed.peak_flops() == 2 * peak
-    monkeypatch.setattr(speed.torch.cuda, "get_device_name", lambda: "GeForce 256")
+    monkeypatch.setattr(speed.torch.cuda, "get_device_name", lambda: "NVIDIA L40")
     assert speed.peak_flops() is None
 
 

@@ -1,6 +1,7 @@
 """GPUs: those that a command can name, what they can do, and the one that this process sees."""
 
 import os
+import re
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ GPUS = {
 
 PEAK_FLOPS = {
     "B200": 2250e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -39,6 +41,11 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
 }
 """Part of a GPU's name -> bf16 operations a second without sparsity, as NVIDIA's data sheets have them."""
+
+
+def named_peak(name: str) -> float | None:
+    """Of the GPU that calls itself so; None for one that is not known."""
+    return next((flops for part, flops in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 def visible_gpu() -> Gpu | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from config.sections import ModelSection, TrainingSection
+from config.sections import EIGHT_BIT_OPTIMIZERS, ModelSection, TrainingSection
 from finetuning.errors import Failure
 from finetuning.memory.gpus import GPUS, Gpu
 from finetuning.memory.plan import Plan, plan
@@ -16,12 +16,13 @@ PROCESSES = (2, 4, 8)
 NOTHING_FITS = (
     "Nothing here makes it fit, and this pipeline keeps nothing in host memory (no offload): take a smaller model."
 )
+LARGER_GPU = "on a larger GPU"
 LEARNING_RATE = "training.learning_rate does not carry over to another precision: choose it anew"
 
 
 class Proposal(NamedTuple):
     changes: dict[str, Any]
-    """Dotted option -> value; `gpu` for another GPU."""
+    """Dotted option -> value; LARGER_GPU -> its name."""
     training: TrainingSection
     plan: Plan
 
@@ -58,8 +59,12 @@ def proposals(
 
     def first(candidates: Iterable[tuple[TrainingSection, Gpu]]) -> Iterator[Proposal]:
         for changed, on in candidates:
+            if changed.num_processes > 1 and changed.optimizer[0] in EIGHT_BIT_OPTIMIZERS:
+                continue  # refused: it could not go on from a checkpoint
             if (planned := plan(config, model, changed, on, **how)).fits:
-                yield Proposal(_changes(training, changed) | ({} if on == gpu else {"gpu": on.name}), changed, planned)
+                yield Proposal(
+                    _changes(training, changed) | ({} if on == gpu else {LARGER_GPU: on.name}), changed, planned
+                )
                 return
 
     nearer: list[dict[str, Any]] = []
