@@ -193,7 +193,7 @@ def test_one_process_trains_as_ever(tmp_path: Path) -> None:
     assert processes.result_file(tmp_path) == tmp_path / "result.json"
 
 
-@pytest.mark.parametrize(("precision", "autocast"), [("fp32", True), ("bf16_stochastic_rounding", False)])
+@pytest.mark.parametrize(("precision", "autocast"), [("fp32", True), ("bf16", False)])
 def test_gpus_share_the_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, precision: str, autocast: bool
 ) -> None:
