@@ -41,7 +41,6 @@ def training_section(row: Row, size: Scale) -> SimpleNamespace:
     optim_args = "bf16_stochastic_round=True" if rounds else None
     values: dict[str, Any] = {
         "per_device_train_batch_size": 1,
-        "per_device_eval_batch_size": 1,
         "gradient_accumulation_steps": row.accumulation,
         "max_length": row.max_length // size.shrink,
         "precision": row.precision,

@@ -46,8 +46,6 @@ class CommandLine(BaseSettings):
     """Which GPU; training.num_processes says how many."""
     grid: CliImplicitFlag[bool] = False
     """Show max_length and micro-batch against each other instead."""
-    autocast_cache: CliImplicitFlag[bool] = False
-    """As if autocast kept its copies of the weights, which the training does not let it."""
     model: ModelSection = ModelSection()
     training: TrainingSection = TrainingSection()
 
@@ -73,18 +71,18 @@ def main(arguments: list[str]) -> int:
 
 def _show_grid(line: CommandLine) -> int:
     gpu = GPUS[line.gpu]
-    cells = grid(read_config(line.path), line.model, line.training, gpu, autocast_cache=line.autocast_cache)
+    cells = grid(read_config(line.path), line.model, line.training, gpu)
     print(*grid_table(cells, line.training, gpu), sep="\n")
     return 0 if any(cell.fits for cell in cells.values()) else DOES_NOT_FIT
 
 
 def _show_plan(line: CommandLine) -> int:
     what = read_config(line.path), line.model, line.training, GPUS[line.gpu]
-    planned = plan(*what, autocast_cache=line.autocast_cache)
-    print(*table(planned), "", *precisions(*what, autocast_cache=line.autocast_cache), sep="\n")
+    planned = plan(*what)
+    print(*table(planned), "", *precisions(*what), sep="\n")
     if planned.fits:
         return 0
-    found = [f"fits: {proposal}" for proposal in proposals(*what, autocast_cache=line.autocast_cache)]
+    found = [f"fits: {proposal}" for proposal in proposals(*what)]
     print("does not fit", *(found or [NOTHING_FITS]), sep="\n", file=sys.stderr)
     return DOES_NOT_FIT
 
