@@ -303,7 +303,12 @@ class RunSection(Section):
     """How this run goes about it."""
 
     refresh: bool = Field(False, title="Do it all again")
-    """Use nothing that earlier runs have made: load, train and register again, beside what is there."""
+    """Use nothing that earlier runs have made: load, train and register again, beside what is there. Off, a run that is
+    asked for what an earlier one did has nothing to do."""
+
+    max_late_hours: float | None = Field(12, gt=0, title="Hours late at most")
+    """A run that a schedule made is cancelled when it can only start this long after its time, because the worker was
+    away or other runs came first. Empty: it starts all the same."""
 
 
 class Config(Section):
