@@ -1,6 +1,5 @@
 """The run's configuration: resolved once, stored under the flow-run id, shown with the origin of every value."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from finetuning.errors import Failure
 from finetuning.preflight import check_storage
 from tasks.common import artifact_key, stored_run
 
-NAME_OF_PREFECT = re.compile("[a-z]+-[a-z]+")
-"""An adjective and an animal: the name of a run that nobody named."""
 RECIPE_TAG = "recipe:"
 """Prefix of the tag that names the recipe of a run without a deployment."""
 
@@ -45,7 +42,7 @@ def resolve_configuration(given: Parameters) -> Resolved:
             raise Failure("configuration", str(error)) from None
         stored.parent.mkdir(parents=True, exist_ok=True)
         write_json(stored, {**resolved._asdict(), "config": resolved.config.model_dump()})
-    _name_run(resolved.config)
+        _name_run(resolved.config)
     _show(resolved)
     return resolved
 
@@ -72,12 +69,11 @@ def _recipe() -> tuple[str | None, Parameters]:
 
 
 def _name_run(config: Config) -> None:
-    """Model, method, data. A name that somebody gave stays."""
-    if not NAME_OF_PREFECT.fullmatch(runtime.flow_run.name):
-        return
-    model, dataset = (Path(name).name for name in (config.model.name, config.dataset.name))
+    """Model, method, data, and the name that it had: it tells runs apart, and may be what somebody called it."""
+    model, dataset = Path(config.model.name).name, Path(config.dataset.name).name
+    name = runtime.flow_run.name
     with get_client(sync_client=True) as client:
-        client.update_flow_run(runtime.flow_run.id, name=f"{model} full fine-tuning on {dataset}")
+        client.update_flow_run(runtime.flow_run.id, name=f"{model} full fine-tuning on {dataset}: {name}")
 
 
 def _show(resolved: Resolved) -> None:
