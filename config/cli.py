@@ -87,10 +87,10 @@ def parse(arguments: list[str]) -> tuple[str, Parameters]:
 
 def _refuse_unknown_options(arguments: list[str]) -> None:
     """argparse would take `--training.max_st` for an abbreviation and would not name the nearest option."""
-    names = known_names()
+    names = [*known_names(), "plan"]
     for argument in arguments:
         name = argument.removeprefix("--").partition("=")[0]
-        if argument.startswith("--") and name not in (*names, "plan", "help"):
+        if argument.startswith("--") and name not in (*names, "help"):
             raise RefusedConfiguration(f"{argument}: there is no such option.{did_you_mean(name, names)}")
 
 

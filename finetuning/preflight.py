@@ -26,6 +26,7 @@ from finetuning.findings import Findings, Line
 from finetuning.inputs import Input
 from finetuning.launcher import run_step
 from finetuning.libraries import check_libraries
+from finetuning.limits import check_context
 from finetuning.refusals import is_unity_catalog
 from finetuning.rights import database, registry_line, tracking_line
 from finetuning.sample import rows_lines
@@ -148,6 +149,8 @@ def run(values: dict[str, Any]) -> dict[str, Any]:
     config, places, facts, work = job.config, job.places, None, None
     if job.model:
         facts = model_line(config.model, job.model, places and places.model, findings)
+    with findings.checking("tokens"):
+        check_context(config, facts and facts.context_length)
     if job.dataset:
         work = rows_lines(config, job.dataset, places and places.tokens, facts, findings)
     if places and facts:

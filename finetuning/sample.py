@@ -17,14 +17,12 @@ from config.settings import Settings
 from finetuning.artifacts import read_json, read_manifest
 from finetuning.base import Facts
 from finetuning.bounded import within
-from finetuning.classify import classify
 from finetuning.containers import Item
 from finetuning.data import Rows, choose_splits
 from finetuning.errors import Failure
 from finetuning.findings import Findings
 from finetuning.inputs import Input
 from finetuning.lengths import ALWAYS_TOLERATED, Account, refuse_too_many
-from finetuning.limits import check_context
 from finetuning.model import load_tokenizer
 from finetuning.sources import hub_rows, load_hub, read_splits
 from finetuning.tokens import REPORT, Encoder
@@ -54,14 +52,11 @@ def rows_lines(
     config: Config, source: Input, counted: Path | None, facts: Facts | None, findings: Findings
 ) -> Workload | None:
     """By the account in `counted`, where the artifact of the tokens would be, or else by a sample."""
-    with findings.checking("tokens"):
-        if facts:
-            check_context(config, facts.context_length)
-        if counted and read_manifest(counted):
-            report = read_json(counted / REPORT)["train"]
-            findings.ok("rows", f"{report['rows']:,} to train on, prepared by an earlier run")
-            findings.ok("tokens", _lengths(config, report))
-            return workload(config, report, report["sequences"], f"{report['sequences']:,} conversations")
+    if counted and read_manifest(counted):
+        report = read_json(counted / REPORT)["train"]
+        findings.ok("rows", f"{report['rows']:,} to train on, prepared by an earlier run")
+        findings.ok("tokens", _lengths(config, report))
+        return workload(config, report, report["sequences"], "exactly")
     with tempfile.TemporaryDirectory() as folder:
         return _sampled(config, source, facts, Path(folder), findings)
 
@@ -74,26 +69,26 @@ def _sampled(config: Config, source: Input, facts: Facts | None, folder: Path, f
         except Failure:
             raise
         except Exception as error:
-            told = f"no sample could be taken: {classify(error).message}"
-            findings.warn("rows", told, "A run reads all of it, and may find what is not told here.")
+            told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            remedy = "A run reads all of it, and may find what is not told here."
+            findings.warn("rows", f"no sample could be taken: {told}", remedy)
         else:
             describe(sample, config.dataset, findings)
     if not (sample and facts) or findings.refused("tokens"):
         return None
     with findings.checking("tokens"):
         report = count_tokens(config, facts.directory, sample)
-        findings.ok("tokens", f"{_lengths(config, report)} (of {report['rows']} rows)")
+        findings.ok("tokens", f"{_lengths(config, report)}; of {report['rows']} rows")
         num_sequences = sample.num_rows * report["sequences"] / report["rows"]
-        about = "about" if sample.is_counted else "at least"
-        return workload(config, report, num_sequences, f"{about} {num_sequences:,.0f} conversations")
+        return workload(config, report, num_sequences, "about" if sample.is_counted else "at least")
 
 
 def _lengths(config: Config, report: dict[str, Any]) -> str:
     tokens, cut = report["tokens"], report["truncated_rows"] / report["rows"]
     return (
-        f"a conversation has {tokens['p50']:,} (median), {tokens['p95']:,} (95 %), {tokens['max']:,} (longest), of "
-        f"which {report['trainable_share']:.0%} are trained; training.max_length={config.training.max_length} cuts "
-        f"{cut:.1%} of them"
+        f"{tokens['p50']:,} a conversation (median), {tokens['p95']:,} (95 %), {tokens['max']:,} (longest); "
+        f"{report['trainable_share']:.0%} of them are trained; training.max_length={config.training.max_length} cuts "
+        f"{cut:.1%} of the conversations"
     )
 
 

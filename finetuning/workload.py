@@ -1,7 +1,7 @@
 """What a training is made of, and what it takes: steps and tokens, memory, disk, time, cost. Lines of a preflight."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from config.sections import Config
 from config.settings import Settings
@@ -17,27 +17,29 @@ from finetuning.memory.plan import plan
 from finetuning.memory.proposals import check_memory, gb
 from finetuning.resume import checkpoints, finished, read_state, step_of
 
+Surely = Literal["exactly", "about", "at least"]
+
 
 class Workload(NamedTuple):
     tokens_per_step: float
     epochs: float
-    num_sequences: float
-    """To train on: conversations, or parts of them."""
-    how: str
-    """Whether this is counted, or follows from a sample."""
+    num_conversations: float
+    """To train on."""
+    surely: Surely
 
 
-def workload(config: Config, report: dict[str, Any], num_sequences: float, how: str) -> Workload:
+def workload(config: Config, report: dict[str, Any], num_conversations: float, surely: Surely) -> Workload:
     """`report`: of `finetuning.lengths.Account`, on as many of the conversations as were tokenised."""
     training = config.training
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.num_processes
     mean = report["tokens"]["kept"] / report["sequences"]
     if training.packing:
-        packed = report.get("packed_sequences") or num_sequences * mean / training.max_length  # as full as can be
-        mean, rows_at_hand = num_sequences * mean / packed, packed
+        packed = report.get("packed_sequences") or num_conversations * mean / training.max_length  # full: an assumption
+        per_step = rows * num_conversations * mean / packed
     else:
-        rows_at_hand = num_sequences
-    return Workload(rows * mean, rows * training.max_steps / rows_at_hand, num_sequences, how)
+        per_step = rows * mean
+    epochs = training.max_steps * per_step / (num_conversations * mean)
+    return Workload(per_step, epochs, num_conversations, surely)
 
 
 def effort_lines(
@@ -61,7 +63,8 @@ def steps(config: Config, work: Workload, findings: Findings) -> None:
     findings.ok(
         "steps",
         f"{training.max_steps:,} of {rows} {of} and about {work.tokens_per_step:,.0f} tokens, in all "
-        f"{training.max_steps * work.tokens_per_step:,.0f} tokens or {work.epochs:.2g} epochs of {work.how}",
+        f"{training.max_steps * work.tokens_per_step:,.0f} tokens or {'at most ' if work.surely == 'at least' else ''}"
+        f"{work.epochs:.2g} epochs of {work.surely} {work.num_conversations:,.0f} conversations",
     )
 
 

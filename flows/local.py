@@ -53,7 +53,8 @@ def plan(deployment: str, recipe: Parameters, given: Parameters) -> int:
     except RefusedConfiguration as error:
         findings.refuse("configuration", Failure("configuration", str(error)))
     else:
-        find = pinned(config, stored=None, refresh=None)
-        findings, _ = check(config, find, places(config), logging.getLogger(__name__), only_look=True)
+        find, logger = pinned(config, stored=None, refresh=None), logging.getLogger(__name__)
+        logger.setLevel(logging.ERROR)  # what a library warns of is in the findings, or of no use here
+        findings, _ = check(config, find, places(config), logger, only_look=True)
     print(findings.text(shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     return 1 if findings.failure else 0
