@@ -78,7 +78,7 @@ def _sampled(config: Config, source: Input, facts: Facts | None, folder: Path, f
         return None
     with findings.checking("tokens"):
         report = count_tokens(config, facts.directory, sample)
-        findings.ok("tokens", f"{_lengths(config, report)}; of {report['rows']} rows")
+        findings.ok("tokens", _lengths(config, report))
         num_sequences = sample.num_rows * report["sequences"] / report["rows"]
         return workload(config, report, num_sequences, "about" if sample.is_counted else "at least")
 
@@ -87,8 +87,8 @@ def _lengths(config: Config, report: dict[str, Any]) -> str:
     tokens, cut = report["tokens"], report["truncated_rows"] / report["rows"]
     return (
         f"{tokens['p50']:,} a conversation (median), {tokens['p95']:,} (95 %), {tokens['max']:,} (longest); "
-        f"{report['trainable_share']:.0%} of them are trained; training.max_length={config.training.max_length} cuts "
-        f"{cut:.1%} of the conversations"
+        f"{report['trainable_share']:.0%} are trained; training.max_length={config.training.max_length} cuts {cut:.1%} "
+        f"of {report['rows']:,} conversations"
     )
 
 

@@ -31,7 +31,9 @@ def preflight(config: Config) -> Inputs:
     stored = read_json(stored_run())
     findings, inputs = check(config, pinned(config, stored.get("inputs"), refresh), places(config), get_run_logger())
     get_run_logger().info("preflight:\n%s", findings.text())
-    create_table_artifact(findings.rows(), key=artifact_key("preflight"), description="What was looked at before")
+    create_table_artifact(
+        findings.rows(), key=artifact_key("preflight"), description="What was looked at before any work"
+    )
     if failure := findings.failure:
         raise failure
     if "inputs" not in stored:
