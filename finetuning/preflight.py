@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -23,7 +23,7 @@ from finetuning.artifacts import lock
 from finetuning.base import model_line
 from finetuning.errors import Failure
 from finetuning.findings import Findings, Line
-from finetuning.inputs import Input
+from finetuning.inputs import Input, Kind
 from finetuning.launcher import run_step
 from finetuning.libraries import check_libraries
 from finetuning.limits import check_context
@@ -33,7 +33,6 @@ from finetuning.sample import rows_lines
 from finetuning.workload import effort_lines
 
 DATABRICKS = ("databricks", "databricks-uc", "uc")
-logger = logging.getLogger(__name__)
 
 
 class Places(BaseModel):
@@ -57,16 +56,17 @@ class Job(BaseModel):
 
 def check(
     config: Config,
-    identify: Callable[[Any], Input],
+    identify: Callable[[Kind], Input],
     places: Callable[[Input, Input], Places],
     logger: logging.Logger | logging.LoggerAdapter,
     only_look: bool = False,
-) -> tuple[Findings, dict[str, Input]]:
+) -> tuple[Findings, dict[Kind, Input]]:
     """All findings, and dataset and model as far as they could be pinned. `identify` is given which of them.
 
     Where something is refused, or with `only_look`, no experiment and no registered model is made.
     """
-    findings, inputs, settings = Findings(), {}, Settings()
+    findings, settings = Findings(), Settings()
+    inputs: dict[Kind, Input] = {}
     with findings.checking("configuration"):
         check_servers(settings)
     ask_servers = findings.failure is None
@@ -76,7 +76,7 @@ def check(
         findings.ok("configuration", "the settings fit each other and this machine")
     with findings.checking("libraries"):
         check_libraries(findings)
-    for kind in ("dataset", "model"):
+    for kind in get_args(Kind):
         with findings.checking(kind):
             inputs[kind] = identify(kind)
     if "dataset" in inputs:

@@ -4,7 +4,6 @@ The lines `tracking server` and `registry` of a preflight.
 """
 
 import contextlib
-import logging
 import tempfile
 import uuid
 from pathlib import Path
@@ -20,7 +19,6 @@ FIRST_ANSWER_SECONDS = 30
 """What the tracking server may take for its first answer; a new database makes its tables in that time."""
 ANSWER_SECONDS = 60
 """What the artifact store may take to write, read and delete a byte."""
-logger = logging.getLogger(__name__)
 
 
 def tracking_line(settings: Settings, only_look: bool, findings: Findings) -> None:

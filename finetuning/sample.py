@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from config.sections import Config, DatasetSection
-from config.settings import Settings
+from config.settings import Settings, shown
 from finetuning.artifacts import read_json, read_manifest
 from finetuning.base import Facts
 from finetuning.bounded import within
@@ -71,7 +71,7 @@ def _sampled(config: Config, source: Input, facts: Facts | None, folder: Path, f
         except Exception as error:
             told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             remedy = "A run reads all of it, and may find what is not told here."
-            findings.warn("rows", f"no sample could be taken: {told}", remedy)
+            findings.warn("rows", f"no sample could be taken: {shown(told)}", remedy)
         else:
             describe(sample, config.dataset, findings)
     if not (sample and facts) or findings.refused("tokens"):
