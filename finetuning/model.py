@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MODEL_VERSION = 2
 """Part of every model fingerprint: raise it when the same base gives other tokenizer files or another config."""
 
+WEIGHTS = ".safetensors"
 logger = logging.getLogger(__name__)
 
 
@@ -33,10 +34,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 def prepare(section: ModelSection, source: Input, output: Path) -> dict[str, Any]:
     """Write tokenizer and generation config below `output` and return the facts of the base model."""
-    from transformers import AutoConfig
-
     base = source.path or download(source)
-    config = _load(AutoConfig, base, section)
+    config = load_config(base, section)
     tokenizer, told = load_tokenizer(base, section)
     rows, num_parameters = weight_shapes(base, config)
     generation = generation_config(base, config, tokenizer)
@@ -71,6 +70,12 @@ def model_license(base: Path) -> str:
     return str(data.get("license_name") or data.get("license") or "unknown")
 
 
+def load_config(base: Path | str, section: ModelSection) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    return _load(AutoConfig, base, section)
+
+
 def load_tokenizer(base: Path | str, section: ModelSection) -> tuple["PreTrainedTokenizerBase", str]:
     """The tokenizer with the template and the tokens it trains with, and in a few words which template that is."""
     from transformers import AutoTokenizer
@@ -81,11 +86,12 @@ def load_tokenizer(base: Path | str, section: ModelSection) -> tuple["PreTrained
     return tokenizer, told
 
 
-def download(source: Input) -> Path:
+def download(source: Input, weights: bool = True) -> Path:
     """The snapshot of the pinned commit in the hub's cache; what is there already is not fetched again."""
     from huggingface_hub import snapshot_download
 
-    patterns = [*(f"*{suffix}" for suffix in sorted(MODEL_SUFFIXES)), "README.md"]
+    suffixes = MODEL_SUFFIXES - (set() if weights else {WEIGHTS})
+    patterns = [*(f"*{suffix}" for suffix in sorted(suffixes)), "README.md"]
     try:
         return Path(snapshot_download(source.name, revision=source.version, allow_patterns=patterns))
     except Exception as error:
