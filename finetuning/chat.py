@@ -173,12 +173,13 @@ def reasoning_left_out(row: dict[str, Any], text: str) -> int:
     return sum(thought not in text for thought in thoughts)
 
 
-def turn_end_is_trained(tokenizer: "PreTrainedTokenizerBase", renderer: Renderer) -> bool:
-    """Whether a trained turn ends with a token that no text has: a model that never sees its turn end never stops.
+def turn_end(tokenizer: "PreTrainedTokenizerBase", renderer: Renderer) -> str | None:
+    """The token, which no text has, that a trained turn ends with: a model that never sees its turn end never stops.
 
-    That need not be eos: Gemma ends a turn with a token that only its generation config names. Raises ValueError when
-    the template does not render a question and an answer.
+    That need not be eos: Gemma's eos ends a document, and its turns end with another token. Raises ValueError when the
+    template does not render a question and an answer.
     """
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     rendered = renderer.trained(row)
-    return rendered.text[slice(*rendered.trained[-1])].rstrip().endswith(tuple(tokenizer.get_added_vocab()))
+    turn = rendered.text[slice(*rendered.trained[-1])].rstrip()
+    return max(filter(turn.endswith, tokenizer.get_added_vocab()), key=len, default=None)
