@@ -149,7 +149,10 @@ def refuse_too_many(what: str, bad: int, rows: int, section: DatasetSection, fir
     if bad and section.on_bad_rows == "fail":
         message = f"dataset.name={section.name!r}: {bad} of {rows} rows of the {what} cannot be trained on; {first}"
         raise Failure("data", f"{message}. Correct them, or set dataset.on_bad_rows to 'drop'.")
-    if bad == rows or (bad > ALWAYS_TOLERATED and bad > section.max_bad_fraction * rows):
+    if bad == rows:
+        message = f"dataset.name={section.name!r}: {bad} of {rows} rows of the {what} cannot be trained on; {first}"
+        raise Failure("data", f"{message}. Correct them.")
+    if bad > ALWAYS_TOLERATED and bad > section.max_bad_fraction * rows:
         raise Failure(
             "data",
             f"dataset.name={section.name!r}: {bad} of {rows} rows of the {what} cannot be trained on, more than "
