@@ -130,13 +130,14 @@ class Renderer:
         """What serving sends to the model to have it answer."""
         return self._render(self.served_template, messages, tools, add_generation_prompt=True)
 
-    def turns_that_differ(self, row: dict[str, Any], rendered: Rendered) -> tuple[int, int]:
-        """How many assistant turns there are, and before how many of them training shows other text than serving."""
+    def turns_that_differ(self, row: dict[str, Any], rendered: Rendered) -> tuple[int, list[str]]:
+        """How many assistant turns there are, and the prompts as served of those before which training shows other
+        text."""
         if "text" in row:
-            return 0, 0
+            return 0, []
         turns = [number for number, message in enumerate(row["messages"]) if message["role"] == "assistant"]
         prompts = [self.prompt(row["messages"][:number], row.get("tools")) for number in turns]
-        return len(turns), sum(not rendered.text.startswith(prompt) for prompt in prompts)
+        return len(turns), [prompt for prompt in prompts if not rendered.text.startswith(prompt)]
 
     def _render(self, template: str, messages: list[Message], tools: Any, marks: bool = False, **options: Any) -> Any:
         """The text, with `marks` also the marked spans."""

@@ -196,7 +196,7 @@ class Encoder:
             return None
         account.num_reasoning_left_out += reasoning_left_out(row, rendered.text)
         if account.num_rows < COMPARED_ROWS:
-            account.compare(*self.renderer.turns_that_differ(row, rendered))
+            account.compare(row, rendered.text, *self.renderer.turns_that_differ(row, rendered))
         return rendered
 
     def _control_token(self, row: dict[str, Any]) -> str | None:

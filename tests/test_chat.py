@@ -128,9 +128,9 @@ def test_training_shows_what_serving_sends(row: dict[str, Any], tmp_path: Path) 
     for found in [without, tokenizer()] + [chatml] * (row is PLAIN):
         renderer = Renderer(found, assistant_only=True)
         turns = sum(message["role"] == "assistant" for message in row["messages"])
-        assert renderer.turns_that_differ(row, renderer.trained(row)) == (turns, 0)
+        assert renderer.turns_that_differ(row, renderer.trained(row)) == (turns, [])
     kept = Renderer(hybrid(), assistant_only=True)
-    assert kept.turns_that_differ(row, kept.trained(row))[1] > 0
+    assert kept.turns_that_differ(row, kept.trained(row))[1]
 
 
 def test_a_template_that_never_ends_a_turn_is_noticed() -> None:
@@ -168,7 +168,7 @@ def test_the_end_of_a_turn_need_not_be_eos(tmp_path: Path) -> None:
         "<bos><start_of_turn>user\nWhere is my order?<end_of_turn>\n<start_of_turn>model\nOn its way.<end_of_turn>\n"
     )
     assert trained(renderer, PLAIN) == ["On its way.<end_of_turn>\n", "You're welcome.<end_of_turn>\n"]
-    assert renderer.turns_that_differ(PLAIN, renderer.trained(PLAIN)) == (2, 0)
+    assert renderer.turns_that_differ(PLAIN, renderer.trained(PLAIN)) == (2, [])
     with pytest.raises(ValueError, match="the chat template refuses it: System role not supported"):
         renderer.trained({"messages": [ROW["messages"][0], *PLAIN["messages"]]})
 

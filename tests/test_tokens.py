@@ -46,7 +46,11 @@ class Prepared:
 @pytest.fixture
 def prepared(tmp_path: Path, model: Path):
     def prepare(
-        rows: list[dict], test: list[dict] | None = None, gate_takes_half: bool = True, **options: Any
+        rows: list[dict],
+        test: list[dict] | None = None,
+        gate_takes_half: bool = True,
+        model: Path = model,
+        **options: Any,
     ) -> Prepared:
         for name, split in (("train", rows), ("test", test or [conversation(3)])):
             lines = "".join(json.dumps(row) + "\n" for row in split)
@@ -139,7 +143,26 @@ def test_the_report_counts_everything(prepared) -> None:
     assert sum(count for _, count in train["histogram"]) == 5
     page = (found.output / tokens.PAGE).read_text()
     assert "<mark>blue blue" in page
-    assert "answers_cut" in page
+    assert "train: 1 answers_cut</td><td>the first: d.jsonl line 500: " in page
+    assert page.count('class="bar long"') == sum(bound > 64 for bound, _ in train["histogram"]) > 0
+    assert "other text than it is served after" not in page
+
+
+def test_the_first_turn_that_serving_sees_otherwise_is_shown_beside_it(prepared, model: Path) -> None:
+    from transformers import AutoTokenizer
+    from trl.chat_template_utils import qwen3_chat_template
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = qwen3_chat_template
+    tokenizer.save_pretrained(model.parent / "hybrid")
+    found = prepared([conversation(3), conversation(1, 2)], model=model.parent / "hybrid")
+    assert found.report["train"]["turns_that_differ"] == 1
+    shown = found.report["train"]["first_difference"]
+    assert shown["where"] == "d.jsonl line 3"
+    assert shown["common"].endswith("<|im_start|>assistant\n")
+    assert shown["trained"].startswith("<think>\n\n</think>\n\nblue<|im_end|>")
+    assert shown["served"].startswith("blue<|im_end|>")
+    assert "<h3>as served</h3><pre>" in (found.output / tokens.PAGE).read_text()
 
 
 def test_when_all_answers_are_cut_it_says_what_would_do(prepared) -> None:
