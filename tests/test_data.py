@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from config.sections import DatasetSection
 from finetuning.artifacts import produce, read_manifest
@@ -81,6 +82,17 @@ def test_a_split_to_evaluate_on_is_used(tmp_path: Path, name: str) -> None:
     write_jsonl(tmp_path / "d" / f"{name}.jsonl", ROWS[15:])
     train, test = load(tmp_path / "d")
     assert (len(train), len(test)) == (15, 5)
+
+
+@pytest.mark.parametrize("test_size", [0, 1, 10])
+def test_a_share_that_leaves_a_side_empty_is_no_value(test_size: float) -> None:
+    with pytest.raises(ValidationError, match="test_size"):
+        DatasetSection(test_size=test_size)
+
+
+def test_one_row_cannot_be_split(tmp_path: Path) -> None:
+    message = refusal(write_jsonl(tmp_path / "d.jsonl", ROWS[:1] * 3)).message
+    assert "1 row cannot be split in two; 2 duplicates were removed (dataset.deduplicate). Give more." in message
 
 
 def test_of_few_rows_two_are_set_aside(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_a_model_stops_where_its_turns_end(sample: Path, tmp_path: Path) -> None
     model, tokenizer = load_chat_model(
         tmp_path / "gemma", tmp_path / "gemma-out", dtype="float32", trust_remote_code=False
     )
+    assert model.get_input_embeddings().num_embeddings == len(tokenizer) + 10, "spare rows stay"
     ends = tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"])
     assert model.generation_config.eos_token_id == ends
     assert (tokenizer.pad_token, model.generation_config.pad_token_id) == ("<pad>", tokenizer.pad_token_id)

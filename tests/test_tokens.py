@@ -9,6 +9,7 @@ import pytest
 from config.sections import DatasetSection, ModelSection, TrainingSection
 from finetuning import tokens
 from finetuning.artifacts import produce, read_json, write_json
+from finetuning.chat import CHATML_TEMPLATE
 from finetuning.errors import Failure
 from finetuning.lengths import Account, split_turns
 from finetuning.model import load_tokenizer
@@ -102,6 +103,21 @@ def test_gemma_is_trained_on_the_end_of_its_turns(tmp_path: Path) -> None:
     assert row.input_ids.count(tokenizer.bos_token_id) == 1
     assert account.dropped == {"template": 1, "control_token": 1}
     assert account.first_bad["template"].endswith("the chat template refuses it: System role not supported")
+
+
+def test_a_template_whose_turns_never_end_is_refused(model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for template, problem in (
+        (CHATML_TEMPLATE.replace("+ '<|im_end|>'", ""), "a trained turn does not end with a token of its own"),
+        ("{{ raise_exception('it refuses') }}", "the chat template refuses it: it refuses. Give another template."),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(Failure) as refused:
+            tokens.Encoder(tokenizer, DatasetSection(), TrainingSection())
+        assert refused.value.message.startswith("model.chat_template_file: ")
+        assert problem in refused.value.message
 
 
 def test_the_same_tokens_and_labels_as_trl_makes(prepared, model: Path, tmp_path: Path) -> None:

@@ -19,14 +19,15 @@ def without_template(directory: Path) -> Path:
 
 def like_gemma(directory: Path) -> Path:
     """A Gemma with the template of the first two: turns end with a token that is not eos, and that neither its config
-    nor a name in its tokenizer gives away."""
+    nor a name in its tokenizer gives away. Its embedding has ten rows that no token uses."""
     from transformers import GemmaConfig, GemmaForCausalLM, PreTrainedTokenizerFast
     from trl.chat_template_utils import gemma_chat_template
 
     bpe = _bpe("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>")
     tokenizer.chat_template = gemma_chat_template
-    config = GemmaConfig(**_sizes(tokenizer), head_dim=16, bos_token_id=tokenizer.bos_token_id)
+    sizes = {**_sizes(tokenizer), "vocab_size": len(tokenizer) + 10}
+    config = GemmaConfig(**sizes, head_dim=16, bos_token_id=tokenizer.bos_token_id)
     GemmaForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
