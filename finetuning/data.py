@@ -23,7 +23,7 @@ from finetuning.artifacts import produce, write_json
 from finetuning.containers import Row, Unreadable
 from finetuning.errors import Failure
 from finetuning.inputs import Input, is_unchanged
-from finetuning.lengths import Pulse, refuse_too_many
+from finetuning.lengths import refuse_too_many, told
 from finetuning.shapes import BadRow, normalise
 from finetuning.sources import read_splits
 
@@ -100,11 +100,9 @@ class Rows:
 
     def gather(self, items: Iterable[Row | Unreadable]) -> "Rows":
         """Read, check and keep; the counts are logged first. Raises Failure when too many are bad."""
-        pulse = Pulse(f"{self.name}: rows read")
         with self.file.open("wb") as file:
-            for item in items:
+            for item in told(items, f"{self.name}: rows read"):
                 self.num_read += 1
-                pulse.beat()
                 if isinstance(item, Unreadable):
                     self._unreadable(item)
                     continue

@@ -4,8 +4,8 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from config.sections import DatasetSection
 from finetuning.errors import Failure
@@ -20,20 +20,22 @@ SHOWN_AROUND = 300
 """Characters before and after the place where a training and a serving prompt part."""
 BY_LENGTH = {"too_long", "answers_cut"}
 """Reasons that are a matter of training.max_length, not of the row."""
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class Pulse:
-    """Says how far a long loop has come, each ten seconds."""
+def told(items: Iterable[T], what: str) -> Iterator[T]:
+    """The same items. Says how far a long loop has come: with a bar on a terminal, elsewhere each ten seconds."""
+    from tqdm import tqdm
 
-    def __init__(self, what: str):
-        self.what, self.count, self.said = what, 0, time.monotonic()
-
-    def beat(self, count: int = 1) -> None:
-        self.count += count
-        if time.monotonic() - self.said > PULSE_SECONDS:
-            self.said = time.monotonic()
-            logger.info("%s: %d so far", self.what, self.count)
+    said = time.monotonic()
+    with tqdm(desc=what, unit=" rows", unit_scale=True, disable=None, leave=False, delay=1) as bar:
+        for count, item in enumerate(items, 1):
+            yield item
+            bar.update()
+            if bar.disable and time.monotonic() - said > PULSE_SECONDS:
+                said = time.monotonic()
+                logger.info("%s: %d so far", what, count)
 
 
 class Account:

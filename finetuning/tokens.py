@@ -22,7 +22,7 @@ from finetuning import artifacts, child
 from finetuning.chat import Renderer, reasoning_left_out, turn_end
 from finetuning.errors import Failure
 from finetuning.halves import gate_rows
-from finetuning.lengths import Account, Pulse, split_turns
+from finetuning.lengths import Account, split_turns, told
 from finetuning.preview import Part, page, parts
 
 if TYPE_CHECKING:
@@ -145,10 +145,9 @@ class Encoder:
             )
 
     def encode(self, rows: Iterable[dict[str, Any]], account: Account) -> Iterator[Encoded]:
-        rows, pulse = iter(rows), Pulse(f"{account.split}: conversations tokenised")
+        rows = told(rows, f"{account.split}: conversations tokenised")
         while batch := list(islice(rows, ROWS_AT_ONCE)):
             yield from self._fitting(batch, account)
-            pulse.beat(len(batch))
 
     def _fitting(self, rows: list[dict[str, Any]], account: Account) -> Iterator[Encoded]:
         for row, encoded in zip(rows, self.encode_rows(rows, account), strict=True):
