@@ -23,7 +23,7 @@ from tasks.model import prepare_model
 from tasks.preflight import preflight
 from tasks.promotion import prove_and_promote
 from tasks.registration import register
-from tasks.report import summary
+from tasks.report import report, summary
 from tasks.tokens import tokenize
 from tasks.training import train
 
@@ -55,6 +55,7 @@ def finetune(
     published = publish(resolved, model_directory, found)
     version = register(config, model_directory)
     verdict = prove_and_promote(config, data, base, trained, model_directory, found, version)
+    report(resolved, inputs, tokens, trained, model_directory, published, found, version, verdict)
     return Completed(message=summary(config, trained, published, found, version, verdict))
 
 
