@@ -19,6 +19,7 @@ from tasks.checkpoint import publish, save_checkpoint
 from tasks.configuration import resolve_configuration
 from tasks.data import load_and_split
 from tasks.evaluation import evaluate
+from tasks.hooks import tell_cancellation, tell_failure
 from tasks.model import prepare_model
 from tasks.preflight import preflight
 from tasks.promotion import prove_and_promote
@@ -28,7 +29,7 @@ from tasks.tokens import tokenize
 from tasks.training import train
 
 
-@flow(name="finetune")
+@flow(name="finetune", on_failure=[tell_failure], on_cancellation=[tell_cancellation])
 def finetune(
     model: ModelSection = ModelSection(),
     dataset: DatasetSection = DatasetSection(),

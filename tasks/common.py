@@ -51,9 +51,10 @@ for name in ("prefect.flow_runs", "prefect.task_runs"):
     logging.getLogger(name).addFilter(WithoutTraceback())
 
 
-def stored_run() -> Path:
-    """What the first try of this flow run decided, for all later ones: `config`, `origins`, `recipe`, `inputs`."""
-    return Settings().storage_root / "runs" / f"{runtime.flow_run.id}.json"
+def stored_run(flow_run_id: object = None) -> Path:
+    """What the first try of a flow run, this one by default, decided for all later ones: `config`, `origins`, `recipe`,
+    `inputs`."""
+    return Settings().storage_root / "runs" / f"{flow_run_id or runtime.flow_run.id}.json"
 
 
 @contextmanager
