@@ -13,7 +13,7 @@ def draw(log_history: list[dict[str, Any]], path: Path) -> None:
     path.write_bytes(png(log_history))
 
 
-def png(log_history: list[dict[str, Any]], levels: dict[str, float] | None = None, dpi: int = 120) -> bytes:
+def png(log_history: list[dict[str, Any]], levels: dict[str, float] | None = None, dpi: int = 100) -> bytes:
     """Losses by optimizer step as the Trainer logged them, and `levels` of other models as horizontal lines."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
 """Markdown for people, out of text that nobody vouches for: rows of a dataset, answers of a model, messages of errors.
 
-What goes through `text`, `code` or `fence` is shown as it is, in Prefect's UI and in `page`: none of it becomes markup,
-a link or HTML.
+What goes through `text`, `code` or `fence` is shown as it is, in Prefect's UI and in `page`: none of it becomes markup
+or HTML, or a link with another text than its address.
 """
 
 import re
@@ -9,9 +9,13 @@ from typing import Any
 from urllib.parse import quote
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&!$:.@^])")
-"""A backslash before these leaves neither markup nor HTML, and no address that would become a link by itself."""
+"""With a backslash before them they are only characters. Those of an address are among them: Prefect's new UI makes a
+link of it all the same, the other one and `page` do not."""
+BACKSLASH = r"\\\1"
 ADDRESS = "/:?#[]@!$&'()*+,;=%-._~"
 """What may stand in an address as it is."""
+LABEL = re.compile(r"([\\`*\[\]<>&|~]|(?<!\w)_|_(?!\w))")
+"""As SPECIAL within a link, whose text cannot become another one; Prefect's UI would show the needless ones there."""
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <style>
@@ -37,7 +41,7 @@ def text(value: Any, longest: int | None = None) -> str:
     line = " ↵ ".join(str(value).splitlines())
     if longest and len(line) > longest:
         line = f"{line[:longest]} …"
-    return SPECIAL.sub(r"\\\1", line)
+    return SPECIAL.sub(BACKSLASH, line)
 
 
 def code(value: Any) -> str:
@@ -55,7 +59,9 @@ def fence(lines: str) -> str:
 
 def link(label: Any, url: str | None) -> str:
     """The label alone where there is nothing to link to."""
-    return f"[{text(label)}](<{quote(url, safe=ADDRESS)}>)" if url else text(label)
+    if not url:
+        return text(label)
+    return f"[{LABEL.sub(BACKSLASH, ' '.join(str(label).split()))}](<{quote(url, safe=ADDRESS)}>)"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -71,8 +77,8 @@ def facts(values: dict[str, str | None]) -> str:
 
 def duration(seconds: float) -> str:
     """Two units at most: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
-    if seconds < 60:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+    if round(seconds) < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 

@@ -27,7 +27,6 @@ from finetuning.tokens import REPORT
 UPLOAD_SECONDS = 60
 MOST_CHARACTERS = 50_000
 """Of the picture as an address: it stands in Prefect's database, twice."""
-DPI = 100
 NUM_SAMPLES = 5
 logger = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ def curve(job: Job) -> bytes:
     scores, history = job.evaluation.scores, (job.training_state().get("result") or {}).get("log_history", [])
     others = {key: name for key, name in job.models().items() if key != CANDIDATE}
     levels = {name: scores[key]["loss"] for key, name in others.items() if scores[key]["loss"] is not None}
-    return png(history, levels, DPI)
+    return png(history, levels)
 
 
 def upload(job: Job, html: str, picture: bytes) -> None:
