@@ -12,8 +12,7 @@ from finetuning.export import export_fingerprint
 from finetuning.inputs import Input
 from tasks.common import stored_run
 from tasks.data import dataset_fingerprint
-from tasks.model import ModelReference, model_fingerprint
-from tasks.references import Reference
+from tasks.model import model_fingerprint
 from tasks.tokens import tokens_fingerprint
 
 
@@ -43,13 +42,9 @@ def _kept(config: Config, inputs: dict[str, Any]) -> Iterator[Kept]:
     for what, path in (("prepared dataset", dataset), ("prepared model", model)):
         if read_manifest(path):
             yield Kept(what, path, "used as it is")
-    if not read_manifest(dataset) or not read_manifest(model):
-        return
-    prepared = Reference(path=dataset), ModelReference(path=model)
-    tokens = root / "tokens" / tokens_fingerprint(config, *prepared)
-    if not read_manifest(tokens):
-        return
-    yield Kept("tokens", tokens, "used as they are")
+    tokens = root / "tokens" / tokens_fingerprint(config, dataset.name, model.name)
+    if read_manifest(tokens):
+        yield Kept("tokens", tokens, "used as they are")
     training = root / "trainings" / resume.training_fingerprint(config, tokens.name, model.name)
     if not resume.read_state(training):
         return

@@ -21,6 +21,18 @@ def test_one_override_changes_one_value() -> None:
     assert after["training.max_steps"] == 3
 
 
+def test_what_the_form_repeats_was_not_given() -> None:
+    """Prefect's form sends every value, the defaults as well."""
+    recipe = read_recipe("smoke")
+    before = resolve("smoke", recipe, {})
+    form = before.config.model_dump()
+    assert resolve("smoke", recipe, form) == before
+    form["training"]["seed"] = 7
+    form["training"]["bf16"] = True  # the default, which is not what the recipe has
+    origins = resolve("smoke", recipe, form).origins
+    assert {name for name, origin in origins.items() if origin == "given"} == {"training.seed", "training.bf16"}
+
+
 def test_every_value_has_an_origin() -> None:
     # Prefect hands the flow the deployment's parameters together with the overrides: both arrive as given.
     recipe = {"model": {"name": "m"}, "training": {"max_steps": 5, "seed": 1}}

@@ -62,8 +62,8 @@ def test_the_output_is_for_people(smoke: Run) -> None:
 
 def test_these_folders_and_no_others(smoke: Run) -> None:
     assert {path.name for path in smoke.root.iterdir()} <= {
-        "cache", "datasets", "evaluations", "huggingface", "mlflow", "model-directories", "models", "prefect",
-        "prefect-results", "registrations", "runs", "tmp", "tokens", "trainings", "volumes",
+        "cache", "datasets", "evaluations", "huggingface", "mlflow", "model-directories", "models", "outcomes",
+        "prefect", "prefect-results", "registrations", "runs", "tmp", "tokens", "trainings", "volumes",
     }  # fmt: skip
     assert not list(smoke.place.home.iterdir()), "something was written to the home folder"
     assert not [path for path in (smoke.root / "tmp").iterdir() if path.is_dir() and any(path.iterdir())]
@@ -175,10 +175,8 @@ def test_again_it_makes_nothing_new(smoke: Run) -> None:
     result = run_module("flows.finetune", "smoke", **smoke.place.environment, **clean_environment(smoke.place))
     output = result.stdout + result.stderr
     assert result.returncode == 0, output
-    assert "nothing new: it is registered already as main.default.smoke version 1" in output
-    assert re.search(r"load_and_split.*Cached", output)
-    assert re.search(r"prepare_model.*Cached", output)
-    assert "this training is finished" in output
+    assert "nothing to do: main.default.smoke version 1 (champion then) comes from the same model" in output
+    assert "load_and_split" not in output
     assert snapshot(smoke.root) == before
     client = mlflow_client(smoke)
     assert len(client.search_runs([client.get_experiment_by_name("finetune").experiment_id])) == 1
@@ -207,6 +205,8 @@ def test_a_registration_that_dies_is_tried_again_and_nothing_else_is(smoke: Run)
     assert "the step 'register' was ended by signal SIGKILL" in output
     assert "registered as main.default.tried_again version 1" in output
     assert output.count("this training is finished") == 1
+    assert re.search(r"load_and_split.*Cached", output)
+    assert re.search(r"prepare_model.*Cached", output)
     assert len(mlflow_client(smoke).search_model_versions("name = 'main.default.tried_again'")) == 1
     assert {path: when for path, when in snapshot(smoke.root).items() if "/tried_again/" not in path} == before
 
