@@ -41,7 +41,7 @@ def command(job: Job) -> str:
         if value != flatten(known.model_dump())[name] and not name.startswith("run.")
     }
     given = (f"--{name} {shlex.quote(written(value))}" for name, value in options.items())
-    return " ".join(["python -m flows.finetune", recipe or ELSEWHERE, *given])
+    return " \\\n  ".join([f"python -m flows.finetune {recipe or ELSEWHERE}", *given])
 
 
 def pinned(job: Job) -> dict[str, Any]:
