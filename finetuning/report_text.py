@@ -45,7 +45,7 @@ def origin(job: Job) -> str:
             "Version": f"{link(f'{job.name} {job.number}', links.version_url(job.name, job.number))}, {how}",
             "Alias": code("champion" if job.outcome == "champion" else "challenger"),
             "Base model": f"{text(job.model.name)} at {code(job.model.version)}",
-            "Data": f"{text(job.dataset.name)} at {code(job.dataset.version)}",
+            "Data": f"{text(shown(job.dataset.name))} at {code(job.dataset.version)}",
             "Recipe": text(job.recipe or "defaults"),
             "Model directory": code(job.published),
             "MLflow run": f"{run} at {code(shown(Settings().tracking_uri))}",

@@ -5,6 +5,7 @@ import shlex
 from typing import Any
 
 from config.recipes import RefusedConfiguration, flatten, read_recipe, resolve
+from config.settings import shown
 from finetuning.inputs import Input
 from finetuning.markdown import code, fence, table, text
 from finetuning.report import Job
@@ -22,7 +23,9 @@ def again(job: Job) -> str:
         told.append("Files of the checkout differed from that commit.")
     for kind, source in (("model", job.model), ("dataset", job.dataset)):
         if not is_on_hub(source):
-            told.append(f"The {kind} {text(source.name)} is not from the hub: its content was {code(source.version)}.")
+            told.append(
+                f"The {kind} {text(shown(source.name))} is not from the hub: its content was {code(source.version)}."
+            )
     rows = [[text(name), text(number)] for name, number in {"finetune": version, **libraries}.items()]
     return "\n\n".join([*told, table(["library", "version"], rows)])
 
@@ -40,7 +43,7 @@ def command(job: Job) -> str:
         for name, value in flatten(config).items()
         if value != flatten(known.model_dump())[name] and not name.startswith("run.")
     }
-    given = (f"--{name} {shlex.quote(written(value))}" for name, value in options.items())
+    given = (f"--{name} {shlex.quote(shown(written(value)))}" for name, value in options.items())
     return " \\\n  ".join([f"python -m flows.finetune {recipe or ELSEWHERE}", *given])
 
 

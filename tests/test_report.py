@@ -13,9 +13,11 @@ import pytest
 
 from config.cli import parse
 from config.recipes import read_recipe, resolve
+from config.sections import Config
 from config.settings import Settings
 from finetuning import links
 from finetuning.artifacts import fingerprint, write_json, write_manifest
+from finetuning.curves import data_uri
 from finetuning.evaluate import ANSWERS
 from finetuning.export import PROVENANCE
 from finetuning.inputs import Input
@@ -216,23 +218,84 @@ def test_markdown() -> None:
     ]  # fmt: skip
 
 
-# What a run that does not come to its end leaves behind
+# What a training shows while it runs
 
 
 @pytest.fixture
 def api(prefect_server: Server) -> Iterator[Any]:
     from prefect.client.orchestration import get_client
+    from prefect.events.worker import EventsWorker
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     with temporary_settings({PREFECT_API_URL: prefect_server.api_url}), get_client(sync_client=True) as client:
         yield client
+        EventsWorker.drain_all()  # an artifact's event, which would miss the server when the session ends
+
+
+def of_flow_run(api: Any, flow_run_id: object) -> list[Any]:
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+
+    return api.read_artifacts(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])))
+
+
+def test_progress_curve_and_links_of_a_training(api: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect import flow, runtime
+    from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+
+    from tasks.progress import TrainingProgress
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    write_json(tmp_path / STATE, {"mlflow_run_id": "abc", "mlflow_experiment_id": "7"})
+    step = {"loss": None, "max_steps": 8, "tokens_per_second": 1000, "eta_seconds": 200}
+
+    @flow
+    def shows() -> str:
+        progress, picture = TrainingProgress(Config(), tmp_path), tmp_path / "loss.png"
+        for event in ({"mlflow_run_id": "abc"}, {**step, "step": 1}, {**step, "step": 2}, {"mlflow_run_id": "abc"}):
+            progress(event)
+        for content in (b"first", b"second"):
+            picture.write_bytes(content)
+            progress({"curve": str(picture)})
+        progress.finish(8)
+        TrainingProgress(Config(), tmp_path).finish(8)
+        return runtime.flow_run.id
+
+    with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: False}):
+        made = of_flow_run(api, shows())
+    assert [one.data for one in made if one.key == "loss-curve"] == [data_uri(b"second")]
+    assert [one.data for one in made if one.key == "mlflow-run"] == [
+        "[MLflow run abc](http://127.0.0.1:9/#/experiments/7/runs/abc)"
+    ] * 2
+    assert sorted((one.data, one.description) for one in made if one.key == "training-qwen3-4b-assistant") == [
+        (12.5, "Step 1 of 8, 1,000 tokens/s, 3 min 20 s to go"),  # the second came too soon after it
+        (100.0, "All 8 steps were done before"),
+    ]
+
+
+def test_the_curve_is_drawn_once_in_a_while_and_stops_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    from types import SimpleNamespace
+
+    from finetuning import callbacks
+
+    state = SimpleNamespace(log_history=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])
+    drawn = callbacks.Curve(tmp_path / "loss.png")
+    drawn.on_log(None, state, None)
+    assert not drawn.path.exists()
+    monkeypatch.setattr(callbacks, "CURVE_SECONDS", 0)
+    drawn.on_log(None, state, None)
+    assert drawn.path.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f'PROGRESS {{"curve": "{drawn.path}"}}\n'
+    callbacks.Curve(tmp_path / "no" / "folder.png").on_log(None, state, None)
+    assert "the loss curve could not be drawn" in caplog.text
+
+
+# What a run that does not come to its end leaves behind
 
 
 def failure_artifact(api: Any, flow_run_id: object) -> Any:
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-
-    mine = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
-    [artifact] = [one for one in api.read_artifacts(flow_run_filter=mine) if one.key == "failure"]
+    [artifact] = [one for one in of_flow_run(api, flow_run_id) if one.key == "failure"]
     return artifact
 
 
