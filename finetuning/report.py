@@ -25,8 +25,6 @@ from finetuning.markdown import page
 from finetuning.tokens import REPORT
 
 UPLOAD_SECONDS = 60
-MOST_CHARACTERS = 50_000
-"""Of the picture as an address: it stands in Prefect's database, twice."""
 NUM_SAMPLES = 5
 logger = logging.getLogger(__name__)
 
@@ -91,16 +89,14 @@ class Job(BaseModel):
 
 
 def run(values: dict[str, Any]) -> dict[str, Any]:
-    """`markdown`; `curve`: the picture as an address, or None when it would be too large."""
+    """`markdown`; `curve`: the picture as an address of some 10,000 characters."""
     from finetuning.report_text import write
 
     job = Job.model_validate(values)
     picture = curve(job)
-    address = data_uri(picture)
-    embedded = address if len(address) <= MOST_CHARACTERS else None
-    markdown = write(job, embedded)
+    markdown = write(job, data_uri(picture))
     upload(job, page(f"{job.name} version {job.number}: {job.outcome}", markdown), picture)
-    return {"markdown": markdown, "curve": embedded}
+    return {"markdown": markdown, "curve": data_uri(picture)}
 
 
 def curve(job: Job) -> bytes:

@@ -18,14 +18,14 @@ METRICS = {
 }
 
 
-def write(job: Job, picture: str | None) -> str:
+def write(job: Job, picture: str) -> str:
     """Sections by blank lines; the first line holds the verdict."""
     sections = [
         f"# {text(f'{job.outcome}: {job.name} version {job.number}')}",
         text(job.reason),
         origin(job),
         *("## Is it better?", comparison(job)),
-        *("## Training", f"![Loss by optimizer step]({picture})" if picture else "", training(job)),
+        *("## Training", f"![Loss by optimizer step]({picture})", training(job)),
         *("## Where the time and the money went", time_spent(job), money(job)),
         *("## Data", data(job)),
         samples(job),

@@ -62,8 +62,7 @@ def report(
         written = run_step("report", {**job, **_time()}, get_run_logger())
         label = f"{verdict.outcome}: {version.name} version {version.version}"
         create_markdown_artifact(written["markdown"], key=REPORT, description=label)
-        if written["curve"]:
-            create_image_artifact(written["curve"], key=CURVE, description="Loss of the training")
+        create_image_artifact(written["curve"], key=CURVE, description="Loss of the training")
 
 
 def _time() -> dict[str, Any]:
