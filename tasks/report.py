@@ -55,21 +55,20 @@ def report(
         **version.model_dump(include={"name", "created"}),
         "number": version.version,
         **verdict.model_dump(include={"outcome", "reason"}),
-        "flow_run_name": runtime.flow_run.name,
         "flow_run_url": runtime.flow_run.ui_url if PREFECT_UI_URL.value() else None,
     }
     with only_shown():
-        written = run_step("report", {**job, **_time()}, get_run_logger())
+        written = run_step("report", {**job, **_of_the_server()}, get_run_logger())
         label = f"{verdict.outcome}: {version.name} version {version.version}"
         create_markdown_artifact(written["markdown"], key=REPORT, description=label)
         create_image_artifact(written["curve"], key=CURVE, description="Loss of the training")
 
 
-def _time() -> dict[str, Any]:
-    """How long each task of this flow run took, and all of it."""
+def _of_the_server() -> dict[str, Any]:
+    """What it knows of this flow run: how long each task and all of it took, and the name it was given meanwhile."""
     mine = FlowRunFilter(id=FlowRunFilterId(any_=[runtime.flow_run.id]))
     with get_client(sync_client=True) as client:
-        started = client.read_flow_run(runtime.flow_run.id).start_time
+        flow_run = client.read_flow_run(runtime.flow_run.id)
         runs = client.read_task_runs(flow_run_filter=mine, sort=TaskRunSort.EXPECTED_START_TIME_ASC)
     steps = [
         {
@@ -80,7 +79,8 @@ def _time() -> dict[str, Any]:
         for run in runs
         if str(run.id) != str(runtime.task_run.id)
     ]
-    return {"steps": steps, "total_seconds": (now("UTC") - started).total_seconds()}
+    total_seconds = (now("UTC") - flow_run.start_time).total_seconds()
+    return {"steps": steps, "total_seconds": total_seconds, "flow_run_name": flow_run.name}
 
 
 def summary(
