@@ -45,11 +45,11 @@ class Settings(BaseSettings):
     max_run_count: int = Field(5, ge=1)
     """How often one flow run may be started, after crashes, before it fails for good."""
 
-    gpu_hour_price: float | None = Field(None, ge=0)
-    """Price of one GPU for an hour, in any currency: cost is told in it. Empty: hours are told, and no cost."""
-
     tracking_required: bool = True
     """Refuse to start while the MLflow server cannot be reached. Off: train, and log everything afterwards."""
+
+    gpu_hour_price: float | None = Field(None, ge=0)
+    """Price of one GPU hour, in the currency you think in. Empty: costs are told in GPU hours."""
 
     shared_storage: bool = False
     """The storage root is shared by several hosts: a lease file guards each artifact, besides the local lock."""

@@ -214,6 +214,7 @@ def _result(job: Job) -> dict[str, Any]:
     if training.load_best_model_at_end and best is None:
         message = f"{training.metric_for_best_model} was never a number, so that no checkpoint is the best one."
         raise Failure("diverged", message)
+    gpu = visible_gpu()
     evaluations = [entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry]
     return {
         "checkpoint": Path(best).name if training.load_best_model_at_end else last.name,
@@ -221,6 +222,7 @@ def _result(job: Job) -> dict[str, Any]:
         "num_tokens": state["num_input_tokens_seen"],
         "total_flos": state["total_flos"],
         "num_gpus": processes.num_gpus(),
+        "gpu": gpu and gpu.name,
         "eval_loss": min(evaluations, default=None),
         "log_history": state["log_history"],
     }

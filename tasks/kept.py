@@ -12,8 +12,7 @@ from finetuning.export import export_fingerprint
 from finetuning.inputs import Input
 from tasks.common import stored_run
 from tasks.data import dataset_fingerprint
-from tasks.model import model_fingerprint
-from tasks.tokens import tokens_fingerprint
+from tasks.preflight import places
 
 
 class Kept(NamedTuple):
@@ -37,16 +36,13 @@ def training_of(found: list[Kept]) -> dict[str, Any]:
 
 def _kept(config: Config, inputs: dict[str, Any]) -> Iterator[Kept]:
     root = Settings().storage_root
-    dataset = root / "datasets" / dataset_fingerprint(config.dataset, Input.model_validate(inputs["dataset"]))
-    model = root / "models" / model_fingerprint(config.model, Input.model_validate(inputs["model"]))
-    for what, path in (("prepared dataset", dataset), ("prepared model", model)):
+    source, base = (Input.model_validate(inputs[kind]) for kind in ("dataset", "model"))
+    place = places(config)(source, base)
+    dataset = root / "datasets" / dataset_fingerprint(config.dataset, source)
+    for what, path in {"prepared dataset": dataset, "prepared model": place.model, "tokens": place.tokens}.items():
         if read_manifest(path):
-            yield Kept(what, path, "used as it is")
-    tokens = root / "tokens" / tokens_fingerprint(config, dataset.name, model.name)
-    if read_manifest(tokens):
-        yield Kept("tokens", tokens, "used as they are")
-    training = root / "trainings" / resume.training_fingerprint(config, tokens.name, model.name)
-    if not resume.read_state(training):
+            yield Kept(what, path, "found, and not made again")
+    if not resume.read_state(training := place.training):
         return
     yield Kept("training", training, how_far(training, config.training.max_steps))
     if result := resume.finished(training):

@@ -10,15 +10,11 @@ from config.settings import Settings
 from finetuning.artifacts import read_manifest
 from finetuning.launcher import run_step
 from finetuning.outcome import Outcome, outcome_fingerprint, read_outcome, write_outcome
-from finetuning.resume import training_fingerprint
 from tasks.common import RETRIED, only_shown
-from tasks.data import dataset_fingerprint
 from tasks.links import show_version
-from tasks.model import model_fingerprint
-from tasks.preflight import Inputs
+from tasks.preflight import Inputs, places
 from tasks.promotion import Verdict
 from tasks.registration import Version
-from tasks.tokens import tokens_fingerprint
 from tasks.training import Training
 
 
@@ -62,7 +58,5 @@ def nothing_to_do(outcome: Outcome) -> str:
 
 
 def _identity(config: Config, inputs: Inputs) -> str:
-    dataset = dataset_fingerprint(config.dataset, inputs.dataset)
-    model = model_fingerprint(config.model, inputs.model)
-    tokens = tokens_fingerprint(config, dataset, model)
-    return outcome_fingerprint(config, training_fingerprint(config, tokens, model), Settings())
+    training = places(config)(inputs.dataset, inputs.model).training
+    return outcome_fingerprint(config, training.name, Settings())
