@@ -19,18 +19,19 @@ from tasks.checkpoint import publish, save_checkpoint
 from tasks.configuration import resolve_configuration
 from tasks.data import load_and_split
 from tasks.evaluation import evaluate
+from tasks.hooks import tell_cancellation, tell_failure
 from tasks.model import prepare_model
 from tasks.outcome import find_outcome, nothing_to_do, remember_outcome
 from tasks.preflight import preflight
 from tasks.promotion import prove_and_promote
 from tasks.registration import register
-from tasks.report import summary
+from tasks.report import report, summary
 from tasks.schedule import too_late
 from tasks.tokens import tokenize
 from tasks.training import train
 
 
-@flow(name="finetune")
+@flow(name="finetune", on_failure=[tell_failure], on_cancellation=[tell_cancellation])
 def finetune(
     model: ModelSection = ModelSection(),
     dataset: DatasetSection = DatasetSection(),
@@ -62,6 +63,7 @@ def finetune(
     version = register(config, model_directory)
     verdict = prove_and_promote(config, data, base, trained, model_directory, found, version)
     remember_outcome(config, inputs, trained, published, version, verdict)
+    report(resolved, inputs, tokens, trained, model_directory, published, found, version, verdict)
     return Completed(message=summary(config, trained, published, found, version, verdict))
 
 

@@ -10,7 +10,8 @@ from config.settings import Settings
 from finetuning.artifacts import read_manifest
 from finetuning.launcher import run_step
 from finetuning.outcome import Outcome, outcome_fingerprint, read_outcome, write_outcome
-from tasks.common import RETRIED
+from tasks.common import RETRIED, only_shown
+from tasks.links import show_version
 from tasks.preflight import Inputs, places
 from tasks.promotion import Verdict
 from tasks.registration import Version
@@ -23,8 +24,11 @@ def find_outcome(config: Config, inputs: Inputs) -> Outcome | None:
     outcome = read_outcome(_identity(config, inputs))
     if outcome is None or not (Settings().volumes_are_remote or read_manifest(outcome.published)):
         return None
-    there = run_step("outcome", outcome.model_dump(mode="json"), get_run_logger())["there"]
-    return outcome if there else None
+    if not run_step("outcome", outcome.model_dump(mode="json"), get_run_logger())["there"]:
+        return None
+    with only_shown():
+        show_version(outcome.name, outcome.version)
+    return outcome
 
 
 def remember_outcome(
