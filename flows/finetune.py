@@ -62,8 +62,8 @@ def finetune(
     published = publish(resolved, model_directory, found)
     version = register(config, model_directory)
     verdict = prove_and_promote(config, data, base, trained, model_directory, found, version)
-    remember_outcome(config, inputs, trained, published, version, verdict)
     report(resolved, inputs, tokens, trained, model_directory, published, found, version, verdict)
+    remember_outcome(config, inputs, trained, published, version, verdict)
     return Completed(message=summary(config, trained, published, found, version, verdict))
 
 
