@@ -10,7 +10,7 @@ from config.settings import PROJECT_ROOT
 
 FILE = PROJECT_ROOT / "prefect.yaml"
 
-# Those that Prefect reads, less what this project does without. Deployment concurrency is one: see docs/decisions.md.
+# Those that Prefect reads, less what this project does without. Deployment concurrency is one: see docs/operate.md.
 DEPLOYMENT_KEYS = {
     "name", "description", "tags", "entrypoint", "work_pool", "parameters", "schedules", "triggers", "pull", "version",
 }  # fmt: skip

@@ -56,15 +56,16 @@ def flatten(values: Parameters, prefix: str = "") -> Parameters:
 def resolve(recipe_name: str | None, recipe: Parameters, given: Parameters) -> Resolved:
     """The run's configuration and the origin of each value.
 
-    `given` may repeat the recipe's own values (Prefect hands a flow the deployment's parameters together with the
-    overrides); what equals the recipe counts as the recipe's.
+    `given` may repeat what it would be anyway (Prefect hands a flow the deployment's parameters together with the
+    overrides, and the form of its UI sends every value it shows); only what differs counts as given.
     Raises RefusedConfiguration, naming key, value and remedy.
     """
     config = validate(merge(recipe, given))
-    from_recipe, from_given = flatten(recipe), flatten(given)
+    from_recipe = flatten(recipe)
+    anyway = flatten(Config().model_dump()) | from_recipe
     origins = {}
-    for name in flatten(config.model_dump()):
-        if name in from_given and from_given[name] != from_recipe.get(name, _MISSING):
+    for name, value in flatten(config.model_dump()).items():
+        if value != anyway[name]:
             origins[name] = "given"
         else:
             origins[name] = f"recipe {recipe_name}" if name in from_recipe else "default"
@@ -101,6 +102,3 @@ def known_names() -> list[str]:
 def did_you_mean(name: str, names: Any) -> str:
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f" Did you mean {near[0]}?" if near else ""
-
-
-_MISSING = object()

@@ -4,8 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import httpx
 import pytest
@@ -14,7 +17,9 @@ import yaml
 from bench.servers import prefect_cli
 from tests.conftest import PROJECT, Server
 
-NIGHTLY = {"slug": "nightly", "cron": "0 3 * * *", "timezone": "Europe/Paris"}
+NIGHTLY = {
+    "slug": "nightly", "cron": "0 3 * * *", "timezone": "Europe/Paris", "parameters": {"gate": {"approval": True}},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -83,9 +88,14 @@ def test_a_schedule_that_left_the_file_leaves_the_server(checkout: Path, prefect
     deployed = deploy(checkout, "it", **environment)
     assert deployed.returncode == 0, deployed.stdout + deployed.stderr
     found = httpx.get(f"{prefect_server.api_url}/deployments/name/finetune/it").json()
-    assert [(one["slug"], one["schedule"]["timezone"]) for one in found["schedules"]] == [("nightly", "Europe/Paris")]
     [step] = found["pull_steps"]
     assert list(step.values()) == [{"directory": "{{ $FINETUNE_PROJECT_DIR }}"}], "the worker's, not the deployer's"
+    end = time.monotonic() + 90
+    while not (runs := scheduled(prefect_server, found["id"])) and time.monotonic() < end:
+        time.sleep(0.5)
+    times = [datetime.fromisoformat(run["expected_start_time"]).astimezone(ZoneInfo("Europe/Paris")) for run in runs]
+    assert {(moment.hour, moment.minute) for moment in times} == {(3, 0)}
+    assert runs[0]["parameters"]["gate"] == {"approval": True}
 
     prefect_cli("deployment", "schedule", "create", "finetune/it", "--interval", "86400", "-y", **environment)
     write(checkout)
@@ -93,4 +103,10 @@ def test_a_schedule_that_left_the_file_leaves_the_server(checkout: Path, prefect
     assert "finetune/it: removed the schedule nightly, which left prefect.yaml" in deployed.stdout
     found = httpx.get(f"{prefect_server.api_url}/deployments/name/finetune/it").json()
     assert [one["slug"] for one in found["schedules"]] == [None], "what was made by hand stays"
+    assert not [run for run in scheduled(prefect_server, found["id"]) if run["parameters"].get("gate")]
     prefect_cli("deployment", "delete", "finetune/it", **environment)
+
+
+def scheduled(server: Server, deployment_id: str) -> list[dict[str, Any]]:
+    wanted = {"deployment_id": {"any_": [deployment_id]}, "state": {"type": {"any_": ["SCHEDULED"]}}}
+    return httpx.post(f"{server.api_url}/flow_runs/filter", json={"flow_runs": wanted}).json()

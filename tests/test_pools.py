@@ -1,6 +1,7 @@
 """work-pools/: what a container and a Kubernetes job come to, made by the workers' own code from the deployment."""
 
 import asyncio
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -8,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import docker.models.containers
+import httpx
 import pytest
 import yaml
 from docker import DockerClient
 from kubernetes_asyncio.client import ApiClient, V1Job
+from prefect.blocks.system import Secret
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.workers.process import ProcessJobConfiguration
@@ -162,6 +165,9 @@ def test_kubernetes(pools: str) -> None:
     assert environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
     assert environment["PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"] == "reschedule"
     assert environment["PREFECT_HOME"] == "/data/prefect"
+    assert environment["FINETUNE_STORAGE_ROOT"] == "/data", "whatever the ConfigMap and the Secret say"
+    reference = {"name": "finetune", "optional": True}
+    assert job["envFrom"] == [{"configMapRef": reference}, {"secretRef": reference}]
     assert job["args"] == ["prefect", "flow-run", "execute"]
 
 
@@ -184,6 +190,21 @@ def test_kubernetes_knows_every_field_of_the_manifest(pools: str) -> None:
 def as_quantities(manifest: Any) -> Any:
     """Kubernetes takes a count of GPUs as a number, and its classes give it back as a word."""
     return json.loads(json.dumps(manifest), parse_int=str)
+
+
+def test_a_secret_stays_a_reference_in_the_pool(pools: str) -> None:
+    """Only what the worker starts has the value; a deployment's job variables would have it in clear."""
+    template = copy.deepcopy(TEMPLATES["docker"])
+    template["variables"]["properties"]["env"]["default"]["HF_TOKEN"] = "{{ prefect.blocks.secret.finetune-hf }}"
+    with temporary_settings({PREFECT_API_URL: pools}):
+        Secret(value="hf_marker").save("finetune-hf", overwrite=True)
+    url = f"{pools}/work_pools/as-docker"
+    httpx.patch(url, json={"base_job_template": template}).raise_for_status()
+    found = configuration(pools, "docker", {"env": AWAY})
+    assert found.env["HF_TOKEN"] == "hf_marker"
+    assert found.env["PREFECT_HOME"] == "/data/prefect"
+    assert "hf_marker" not in httpx.get(url).text
+    httpx.patch(url, json={"base_job_template": TEMPLATES["docker"]}).raise_for_status()
 
 
 def test_a_job_variable_of_the_wrong_type_is_refused(pools: str) -> None:
