@@ -40,6 +40,8 @@ def test_every_value_has_an_origin() -> None:
     origins = resolve("r", recipe, given).origins
     assert origins["model.name"] == "recipe r"
     assert origins["training.max_steps"] == "given"
+    everything = Config.model_validate(merge(recipe, given)).model_dump()
+    assert resolve("r", recipe, everything).origins == origins, "the form of the UI sends every value that it shows"
     assert origins["training.seed"] == "recipe r"
     assert origins["training.learning_rate"] == "default"
     assert set(origins) == set(flatten(Config().model_dump()))
