@@ -64,6 +64,7 @@ def test_smoke(worker: Server, place: Place) -> None:
     run = trigger(worker, "finetune/smoke", 'training={"max_steps": 4, "eval_steps": 2, "save_steps": 2}')
     assert run["state"]["type"] == "COMPLETED"
     assert "registered as main.default.smoke version" in run["state"]["message"]
+    assert run["name"].startswith("model full fine-tuning on chat: "), run["name"]
     assert "step 4 of 4" in run["logs"], "the trainer's log lines are in the Prefect log"
     assert progress_artifact(worker, run["id"]) == 100.0
 
