@@ -15,6 +15,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 VOLUMES = Path("/Volumes")
 """Where Databricks mounts the volumes of Unity Catalog."""
+SHORTEST_SECRET = 8
+"""Characters; a shorter value is no secret, but `none`, which stands in for one, and in other words."""
 
 
 class Settings(BaseSettings):
@@ -67,6 +69,7 @@ class Settings(BaseSettings):
     databricks_token: SecretStr | None = Field(None, validation_alias="DATABRICKS_TOKEN")
     prefect_api_url: str | None = Field(None, validation_alias="PREFECT_API_URL")
     prefect_api_key: SecretStr | None = Field(None, validation_alias="PREFECT_API_KEY")
+    prefect_api_auth_string: SecretStr | None = Field(None, validation_alias="PREFECT_API_AUTH_STRING")
 
     @field_validator("storage_root", "volume_root", "hf_home")
     @classmethod
@@ -130,6 +133,7 @@ class Settings(BaseSettings):
             "DATABRICKS_TOKEN": self.databricks_token,
             "PREFECT_API_URL": self.prefect_api_url,
             "PREFECT_API_KEY": self.prefect_api_key,
+            "PREFECT_API_AUTH_STRING": self.prefect_api_auth_string,
         }
         profiles = Path("~/.prefect/profiles.toml").expanduser()
         if profiles.is_file():  # a login made with `prefect cloud login` still counts
@@ -141,9 +145,13 @@ def _plain(value: Path | SecretStr | str) -> str:
     return value.get_secret_value() if isinstance(value, SecretStr) else str(value)
 
 
-def shown(uri: str) -> str:
-    """A URI as it may stand in a log: without user and password."""
-    return re.sub(r"//[^/@\s]+@", "//***@", uri)
+def shown(text: str) -> str:
+    """A URI, or a text of a library, as it may stand in a log: without the user and password of a URI, and without the
+    value of a secret setting (libraries quote a token that has a line break at its end)."""
+    for value in vars(Settings()).values():
+        if isinstance(value, SecretStr) and len(secret := value.get_secret_value().strip()) >= SHORTEST_SECRET:
+            text = text.replace(secret, "***")
+    return re.sub(r"//[^/@\s]+@", "//***@", text)
 
 
 def apply_environment() -> None:

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from config.settings import shown
+
 Kind = Literal[
     "transient",  # gone on the next try: a network, a server, a machine that went away
     "preempted",  # told to stop; a checkpoint was saved if there was time
@@ -31,9 +33,12 @@ REMEDIES: dict[Kind, str] = {
 
 
 class Failure(Exception):
-    """A step that cannot go on. The message is one line: the setting or row, the value it had, the remedy."""
+    """A step that cannot go on. The message is one line: the setting or row, the value it had, the remedy.
+
+    What it quotes of a library may have a password in it; here, on everybody's way, it is taken out."""
 
     def __init__(self, kind: Kind, message: str):
+        message = shown(message)
         super().__init__(kind, message)  # both are args, so that the exception survives pickling
         self.kind = kind
         self.message = message

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from config.settings import PROJECT_ROOT, Settings
+from config.settings import PROJECT_ROOT, Settings, shown
 from finetuning.artifacts import read_json, write_json
 from finetuning.child import OUTCOME, PARENT_PID, PROGRESS, RESULT
 from finetuning.classify import classify, classify_exit, count_oom_kills
@@ -144,7 +144,7 @@ def _environment() -> dict[str, str]:
 def _forward(pipe: IO[str], log_file: Path, logger: Any, on_progress: Progress | None, tail: list[str]) -> None:
     """Read until the child ends, whatever becomes of a line: a pipe that nobody reads would hold the child up."""
     with log_file.open("a") as log:
-        for line in pipe:
+        for line in map(shown, pipe):  # a traceback quotes what the library had, a URI with its password say
             tail[:] = [*tail[1 - TAIL_LINES :], line.rstrip()]
             with suppress(OSError):  # a full disk
                 log.write(line)

@@ -192,6 +192,10 @@ def _load(cls: Any, base: Path | str, section: ModelSection) -> Any:
     try:
         return cls.from_pretrained(base, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error) and not section.trust_remote_code:
+            message = f"model.name={section.name!r} is run by Python code that lies beside its weights. Read it, "
+            message += "and set model.trust_remote_code to true, or take a model that needs none."
+            raise Failure("configuration", message) from error
         reason = " ".join(str(error).split())[:300]
         raise Failure(
             "configuration", f"model.name={section.name!r}: {cls.__name__} cannot load it: {reason}"

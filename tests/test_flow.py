@@ -73,6 +73,13 @@ def test_these_folders_and_no_others(smoke: Run) -> None:
     assert not re.search(r"^\?\? (mlruns|mlflow|trainer_output|.*\.db)", dirty, flags=re.MULTILINE)
 
 
+def test_others_may_read_the_model_and_write_nothing(smoke: Run) -> None:
+    paths = [path for path in smoke.root.rglob("*") if not path.is_symlink()]
+    assert [path for path in paths if path.stat().st_mode & 0o022] == []
+    published = smoke.only("volumes/main/default/checkpoints/smoke/*")
+    assert {oct(path.stat().st_mode & 0o777) for path in published.iterdir()} == {"0o644"}
+
+
 def test_the_model_directory_is_complete_and_published(smoke: Run) -> None:
     directory = smoke.only("model-directories/*")
     published = smoke.only("volumes/main/default/checkpoints/smoke/*")

@@ -1,6 +1,7 @@
 """Chat template, pad token, end of turn, generation config; saving a checkpoint as a model directory."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from finetuning import export
 from finetuning.artifacts import MANIFEST, produce, read_json, read_manifest, write_json
 from finetuning.errors import Failure
 from finetuning.inputs import identify
+from finetuning.launcher import run_step
 from finetuning.model import TURN_END, load_chat_model, prepare
 from finetuning.publish import publish
 from finetuning.register import size_name
@@ -111,6 +113,18 @@ def test_refusals_name_the_model(sample: Path, tmp_path: Path) -> None:
     write_json(sample / "config.json", {"model_type": "no-such-type"})
     with pytest.raises(Failure, match=r"model.name='.*base': AutoConfig cannot load it: .*no-such-type"):
         prepared(sample, tmp_path / "out")
+
+
+def test_code_beside_the_weights_is_run_only_when_it_is_trusted(sample: Path, tmp_path: Path) -> None:
+    """In a child, as in a run: nobody could answer a question on its stdin."""
+    ran = tmp_path / "ran"
+    (sample / "own.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    write_json(sample / "config.json", {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}})
+    source = identify("model", str(sample), "main").model_dump(mode="json")
+    job = {"section": ModelSection(name=str(sample)).model_dump(), "input": source, "output": str(tmp_path / "out")}
+    with pytest.raises(Failure, match=r"Python code that lies beside its weights.*model.trust_remote_code to true"):
+        run_step("model", job, logging.getLogger("test"), directory=tmp_path / "job", timeout_seconds=120)
+    assert not ran.exists()
 
 
 def exported(checkpoint: Path, model: Path, output: Path) -> dict[str, Any]:
