@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 
+from config.settings import shown
 from finetuning.errors import REMEDIES, Failure, Kind
 
 CHECKS = (
@@ -23,6 +24,11 @@ class Line(BaseModel):
     remedy: str = ""
     failure: tuple[Kind, str] | None = None
     """Kind and message, when it is refused."""
+
+    @field_validator("found", "remedy")
+    @classmethod
+    def _without_secrets(cls, text: str) -> str:
+        return shown(text)  # it may quote a library
 
 
 class Findings:
