@@ -1,6 +1,7 @@
-# A GPU worker's image. torch's wheels bring the CUDA libraries, the host the driver (nvidia-container-toolkit).
+# The image of a GPU job. torch's wheels bring the CUDA libraries, the host the driver (nvidia-container-toolkit).
+# With a docker or kubernetes pool its container is one flow run; by itself it is the worker of a process pool:
 #   docker build -t finetune .
-#   docker run --gpus all --shm-size 8g -v /data/finetune:/data -e PREFECT_API_URL=... finetune
+#   docker run --init --read-only --tmpfs /tmp --gpus all --shm-size 8g -v /srv/finetune:/data -e PREFECT_API_URL=... finetune
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 
 # The compiler is for the kernels that torch compiles while it runs.
@@ -32,8 +33,10 @@ COPY samples/ samples/
 # The code is root's and read-only for the worker; what a run writes goes to the volume at /data.
 RUN useradd --create-home --uid 10001 finetune && install -d -o finetune /data
 USER finetune
+# Prefect itself writes, too, before our code is there to send it below the storage root.
 ENV FINETUNE_PROJECT_DIR=/app \
-    FINETUNE_STORAGE_ROOT=/data
+    FINETUNE_STORAGE_ROOT=/data \
+    PREFECT_HOME=/data/prefect
 VOLUME /data
 
 CMD ["prefect", "worker", "start", "--pool", "h100", "--type", "process", "--limit", "1"]

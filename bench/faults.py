@@ -88,10 +88,12 @@ class Arena:
         with background(self.server, self.environment, self.folder / "server.txt"):
             wait_for_http(f"{self.api}/health")
             for pool in ("h100", "cpu"):
-                prefect_cli("work-pool", "create", pool, "--type", "process", **self.environment)
-            prefect_cli("--no-prompt", "deploy", "--all", **self.environment)
-            command = [sys.executable, "-m", "flows.automations"]
-            subprocess.run(command, cwd=PROJECT_ROOT, env={**os.environ, **self.environment}, check=True)
+                arguments = ("--type", "process", "--base-job-template", "work-pools/process.json")
+                prefect_cli("work-pool", "create", pool, *arguments, **self.environment)
+            for module in ("flows.deploy", "flows.automations"):
+                command = [sys.executable, "-m", module]
+                environment = {**os.environ, **self.environment}
+                subprocess.run(command, cwd=PROJECT_ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
             with self.worker("cpu"):
                 yield
 

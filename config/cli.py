@@ -7,6 +7,7 @@ from pydantic_settings import (
     BaseSettings,
     CliPositionalArg,
     CliSettingsSource,
+    CliToggleFlag,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -47,6 +48,10 @@ class CommandLine(BaseSettings):
     deployment: CliPositionalArg[str]
     """Name of a deployment in prefect.yaml, for example `smoke`."""
 
+    plan: CliToggleFlag[bool] = False
+    """Only look whether it would work, what it would train on and what it would take, and make nothing. Exit code 0:
+    nothing is refused. 1: something is. 2: wrong usage."""
+
     model: ModelSection = ModelSection()
     dataset: DatasetSection = DatasetSection()
     training: TrainingSection = TrainingSection()
@@ -63,7 +68,8 @@ class CommandLine(BaseSettings):
 
 
 def parse(arguments: list[str]) -> tuple[str, Parameters]:
-    """The deployment's name and what was given, sections to values. Leaves the process on `--help`.
+    """The deployment's name and what was given, sections to values, and `plan` if it was. Leaves the process on
+    `--help`.
 
     Raises RefusedConfiguration: an unknown option with the nearest right name, a wrong value with key and value.
     """
@@ -81,16 +87,18 @@ def parse(arguments: list[str]) -> tuple[str, Parameters]:
 
 def _refuse_unknown_options(arguments: list[str]) -> None:
     """argparse would take `--training.max_st` for an abbreviation and would not name the nearest option."""
-    names = known_names()
+    names = [*known_names(), "plan"]
     for argument in arguments:
         name = argument.removeprefix("--").partition("=")[0]
         if argument.startswith("--") and name not in (*names, "help"):
             raise RefusedConfiguration(f"{argument}: there is no such option.{did_you_mean(name, names)}")
 
 
-def arguments_or_exit() -> tuple[str, Parameters]:
+def arguments_or_exit() -> tuple[str, Parameters, bool]:
+    """The deployment's name, what was given, and whether it is only to be planned."""
     try:
-        return parse(sys.argv[1:])
+        deployment, given = parse(sys.argv[1:])
+        return deployment, given, given.pop("plan", False)
     except RefusedConfiguration as error:
         print(error, file=sys.stderr)
         sys.exit(USAGE_ERROR)

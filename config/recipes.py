@@ -57,14 +57,15 @@ def resolve(recipe_name: str | None, recipe: Parameters, given: Parameters) -> R
     """The run's configuration and the origin of each value.
 
     `given` may repeat the recipe's own values (Prefect hands a flow the deployment's parameters together with the
-    overrides); what equals the recipe counts as the recipe's.
+    overrides) and the defaults (its form sends every value): what changes nothing was not given.
     Raises RefusedConfiguration, naming key, value and remedy.
     """
     config = validate(merge(recipe, given))
     from_recipe, from_given = flatten(recipe), flatten(given)
     origins = {}
-    for name in flatten(config.model_dump()):
-        if name in from_given and from_given[name] != from_recipe.get(name, _MISSING):
+    without = flatten(Config().model_dump()) | from_recipe
+    for name in without:
+        if name in from_given and from_given[name] != without[name]:
             origins[name] = "given"
         else:
             origins[name] = f"recipe {recipe_name}" if name in from_recipe else "default"
@@ -101,6 +102,3 @@ def known_names() -> list[str]:
 def did_you_mean(name: str, names: Any) -> str:
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f" Did you mean {near[0]}?" if near else ""
-
-
-_MISSING = object()

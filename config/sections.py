@@ -121,21 +121,6 @@ class TrainingSection(Section):
     max_steps: int = Field(50, ge=1, title="Optimizer steps")
     """Optimizer steps to train."""
 
-    per_device_train_batch_size: int = Field(1, ge=1, title="Micro-batch size")
-    """Conversations (packed: sequences) a device works on at once."""
-
-    gradient_accumulation_steps: int = Field(8, ge=1, title="Gradient accumulation steps")
-    """Micro-batches that make one optimizer step."""
-
-    per_device_eval_batch_size: int = Field(1, ge=1, title="Evaluation batch size")
-    """Conversations (packed: sequences) a device evaluates at once."""
-
-    num_processes: int = Field(1, ge=1, title="Processes")
-    """Processes that train together, one a GPU, with the weights sharded over them (FSDP2)."""
-
-    max_length: int = Field(2048, ge=8, title="Longest sequence")
-    """Tokens a conversation is cut to."""
-
     learning_rate: float = Field(2e-5, gt=0, le=1, title="Learning rate")
     """Highest learning rate."""
 
@@ -149,6 +134,29 @@ class TrainingSection(Section):
 
     weight_decay: float = Field(0.01, ge=0, le=1, title="Weight decay")
     """Decoupled weight decay."""
+
+    max_length: int = Field(2048, ge=8, title="Longest sequence")
+    """Tokens a conversation is cut to."""
+
+    assistant_only_loss: bool = Field(True, title="Assistant-only loss")
+    """Train on the assistant's turns only."""
+
+    packing: bool = Field(False, title="Packing")
+    """Put several conversations into one sequence of up to training.max_length tokens; none sees another. A micro-batch
+    then has more conversations, and an optimizer step more tokens."""
+
+    padding_free: bool = Field(False, title="No padding")
+    """Lay the conversations of a micro-batch end to end instead of padding them to the longest; none sees another. The
+    optimizer steps have the conversations that they would have anyway."""
+
+    per_device_train_batch_size: int = Field(1, ge=1, title="Micro-batch size")
+    """Conversations (packed: sequences) a device works on at once."""
+
+    gradient_accumulation_steps: int = Field(8, ge=1, title="Gradient accumulation steps")
+    """Micro-batches that make one optimizer step."""
+
+    num_processes: int = Field(1, ge=1, title="Processes")
+    """Processes that train together, one a GPU, with the weights sharded over them (FSDP2)."""
 
     precision: Literal["fp32", "bf16_stochastic_rounding", "bf16"] = Field("fp32", title="Precision of the weights")
     """What the weights are held in while training. `fp32`: no update is lost; 16 bytes a parameter.
@@ -172,22 +180,14 @@ class TrainingSection(Section):
     activation_checkpointing_kwargs: dict[str, Any] = Field({"use_reentrant": False}, title="Checkpointing arguments")
     """Arguments of torch's checkpointing."""
 
-    packing: bool = Field(False, title="Packing")
-    """Put several conversations into one sequence of up to training.max_length tokens; none sees another. A micro-batch
-    then has more conversations, and an optimizer step more tokens."""
-
-    padding_free: bool = Field(False, title="No padding")
-    """Lay the conversations of a micro-batch end to end instead of padding them to the longest; none sees another. The
-    optimizer steps have the conversations that they would have anyway."""
-
-    assistant_only_loss: bool = Field(True, title="Assistant-only loss")
-    """Train on the assistant's turns only."""
+    eval_steps: int = Field(25, ge=1, title="Evaluate every")
+    """Optimizer steps between two evaluations."""
 
     eval_max_rows: int | None = Field(256, ge=1, title="Rows to evaluate on at most")
     """Conversations of the test split that choose the checkpoint, the first so many of them. Empty: all."""
 
-    eval_steps: int = Field(25, ge=1, title="Evaluate every")
-    """Optimizer steps between two evaluations."""
+    per_device_eval_batch_size: int = Field(1, ge=1, title="Evaluation batch size")
+    """Conversations (packed: sequences) a device evaluates at once."""
 
     save_steps: int = Field(25, ge=1, title="Save every")
     """Optimizer steps between two checkpoints."""
@@ -303,7 +303,12 @@ class RunSection(Section):
     """How this run goes about it."""
 
     refresh: bool = Field(False, title="Do it all again")
-    """Use nothing that earlier runs have made: load, train and register again, beside what is there."""
+    """Use nothing that earlier runs have made: load, train and register again, beside what is there. Off, a run that is
+    asked for what an earlier one did has nothing to do."""
+
+    max_late_hours: float | None = Field(12, gt=0, title="Hours late at most")
+    """A run that a schedule made is cancelled when it can only start this long after its time, because the worker was
+    away or other runs came first. Empty: it starts all the same."""
 
 
 class Config(Section):

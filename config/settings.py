@@ -50,6 +50,9 @@ class Settings(BaseSettings):
     tracking_required: bool = True
     """Refuse to start while the MLflow server cannot be reached. Off: train, and log everything afterwards."""
 
+    gpu_hour_price: float | None = Field(None, ge=0)
+    """Price of one GPU hour, in the currency you think in. Empty: costs are told in GPU hours."""
+
     shared_storage: bool = False
     """The storage root is shared by several hosts: a lease file guards each artifact, besides the local lock."""
 

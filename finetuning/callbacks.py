@@ -18,11 +18,13 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.integrations import MLflowCallback
 
 from finetuning import artifacts, child, processes
+from finetuning.curves import draw
 from finetuning.errors import REMEDIES, Failure
 from finetuning.resume import checkpoints
 from finetuning.tracking import History
 
 __all__ = [
+    "Curve",
     "MLflowCallback",
     "Metrics",
     "PrinterCallback",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 PROGRESS_SECONDS = 1.0
+CURVE_SECONDS = 60.0
 SHOWN = ("loss", "eval_loss", "learning_rate", "grad_norm", "mfu", "peak_memory_gib")
 logger = logging.getLogger(__name__)
 
@@ -191,6 +194,23 @@ class Progress(TrainerCallback):
             tokens_per_second=round(rate),
             eta_seconds=round(eta),
         )
+
+
+class Curve(TrainerCallback):
+    """Draw the losses so far into `path`, at most once in CURVE_SECONDS: a picture takes about a tenth of a second."""
+
+    def __init__(self, path: Path):
+        self.path, self.drawn = path, time.monotonic()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if time.monotonic() - self.drawn < CURVE_SECONDS:
+            return
+        try:
+            draw(state.log_history, self.path)
+            child.report_progress(curve=str(self.path))
+        except Exception as error:  # a full disk, say: no picture is worth a training
+            logger.warning("the loss curve could not be drawn: %s", error)
+        self.drawn = time.monotonic()
 
 
 class Metrics(MLflowCallback):

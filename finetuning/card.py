@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from finetuning.artifacts import MANIFEST, file_digest, read_json, read_manifest, write_json
+from finetuning.curves import draw
 from finetuning.evaluate import ANSWERS, BASE, CANDIDATE, Evaluation
 from finetuning.export import PROVENANCE
 
@@ -28,24 +29,6 @@ def add_card(model_directory: Path, log_history: list[dict[str, Any]], evaluatio
         path.chmod(0o644)
         manifest["files"][name] = {"size": path.stat().st_size, "sha256": file_digest(path)}
     write_json(model_directory / MANIFEST, manifest)
-
-
-def draw(log_history: list[dict[str, Any]], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for metric, label, style in (("loss", "training", "-"), ("eval_loss", "held out", "o-")):
-        points = [(entry["step"], entry[metric]) for entry in log_history if metric in entry]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats a token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
 def write(provenance: dict[str, Any], evaluation: Evaluation) -> str:

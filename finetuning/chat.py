@@ -130,13 +130,14 @@ class Renderer:
         """What serving sends to the model to have it answer."""
         return self._render(self.served_template, messages, tools, add_generation_prompt=True)
 
-    def turns_that_differ(self, row: dict[str, Any], rendered: Rendered) -> tuple[int, int]:
-        """How many assistant turns there are, and before how many of them training shows other text than serving."""
+    def turns_that_differ(self, row: dict[str, Any], rendered: Rendered) -> tuple[int, list[str]]:
+        """How many assistant turns there are, and the prompts as served of those before which training shows other
+        text."""
         if "text" in row:
-            return 0, 0
+            return 0, []
         turns = [number for number, message in enumerate(row["messages"]) if message["role"] == "assistant"]
         prompts = [self.prompt(row["messages"][:number], row.get("tools")) for number in turns]
-        return len(turns), sum(not rendered.text.startswith(prompt) for prompt in prompts)
+        return len(turns), [prompt for prompt in prompts if not rendered.text.startswith(prompt)]
 
     def _render(self, template: str, messages: list[Message], tools: Any, marks: bool = False, **options: Any) -> Any:
         """The text, with `marks` also the marked spans."""
@@ -173,12 +174,13 @@ def reasoning_left_out(row: dict[str, Any], text: str) -> int:
     return sum(thought not in text for thought in thoughts)
 
 
-def turn_end_is_trained(tokenizer: "PreTrainedTokenizerBase", renderer: Renderer) -> bool:
-    """Whether a trained turn ends with a token that no text has: a model that never sees its turn end never stops.
+def turn_end(tokenizer: "PreTrainedTokenizerBase", renderer: Renderer) -> str | None:
+    """The token, which no text has, that a trained turn ends with: a model that never sees its turn end never stops.
 
-    That need not be eos: Gemma ends a turn with a token that only its generation config names. Raises ValueError when
-    the template does not render a question and an answer.
+    That need not be eos: Gemma's eos ends a document, and its turns end with another token. Raises ValueError when the
+    template does not render a question and an answer.
     """
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     rendered = renderer.trained(row)
-    return rendered.text[slice(*rendered.trained[-1])].rstrip().endswith(tuple(tokenizer.get_added_vocab()))
+    turn = rendered.text[slice(*rendered.trained[-1])].rstrip()
+    return max(filter(turn.endswith, tokenizer.get_added_vocab()), key=len, default=None)

@@ -24,6 +24,7 @@ from config.sections import DatasetSection, ModelSection, TrainingSection
 from config.settings import apply_environment
 from finetuning import data, tokens
 from finetuning.artifacts import read_json
+from finetuning.child import quiet_libraries
 from finetuning.classify import classify
 from finetuning.inputs import identify
 from finetuning.lengths import Account
@@ -68,7 +69,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(USAGE_ERROR)
     apply_environment()
     logging.basicConfig(level=logging.WARNING if line.json_output else logging.INFO, format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    quiet_libraries()
     read: list[data.Rows] = []
     try:
         with TemporaryDirectory() as folder:
@@ -103,7 +104,7 @@ def counts_of(splits: list[dict[str, Any]]) -> dict[str, Any]:
         "kept": sum(split["kept"] for split in splits),
         "mended": dict(mended),
         "dropped": dict(dropped),
-        "first_bad": {reason: where for split in splits for reason, where in split["first_bad"].items()},
+        "first_bad": {reason: where for split in reversed(splits) for reason, where in split["first_bad"].items()},
         "tokens": None,
         "truncated_rows": None,
         "trainable_share": None,
@@ -121,10 +122,12 @@ def check(line: CommandLine, folder: Path, read: list[data.Rows]) -> dict[str, A
     found["removed_from_train_because_in_test"] = report["removed_from_train_because_in_test"]
     if line.tokenizer:
         counted = count_tokens(line, section, folder)
-        for counts in counted.values():
+        for split, counts in counted.items():
+            num_dropped = sum(counts["dropped"].values())
             found["dropped"] = dict(Counter(found["dropped"]) + Counter(counts["dropped"]))
-            found["first_bad"] |= counts["first_bad"]
-            found["kept"] -= sum(counts["dropped"].values())
+            found["first_bad"] = counts["first_bad"] | found["first_bad"]
+            found["kept"] -= num_dropped
+            found["splits"][split] -= num_dropped
         found["tokens"] = counted["train"]["tokens"]
         found["trainable_share"] = counted["train"]["trainable_share"]
         for name in ("truncated_rows", "turns_that_differ", "turns_without_their_reasoning"):

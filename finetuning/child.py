@@ -38,10 +38,7 @@ def main(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     die_with_parent()
     signal.signal(signal.SIGTERM, _stop)
     _set_up_lines(processes.rank())
-    for name in ("httpx", "httpcore", "alembic", "mlflow.store.db.utils", "fsspec", "filelock", "urllib3"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for name in ("torchao", "torch.utils._pytree"):  # kernels of other machines, and of its own use of torch
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_libraries()
     try:
         outcome = {"status": "done", "result": run(read_json(job_file))}
     except Exception as error:
@@ -55,6 +52,13 @@ def main(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     except OSError:  # a full disk: what happened must not be lost with it
         print(OUTCOME, json.dumps(outcome), file=sys.__stdout__)
     leave(0 if outcome["status"] == "done" else 1)
+
+
+def quiet_libraries() -> None:
+    for name in ("httpx", "httpcore", "alembic", "mlflow.store.db.utils", "fsspec", "filelock", "urllib3"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("torchao", "torch.utils._pytree"):  # kernels of other machines, and of its own use of torch
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _moment() -> dict[str, float]:

@@ -23,14 +23,14 @@ from finetuning.artifacts import produce, write_json
 from finetuning.containers import Row, Unreadable
 from finetuning.errors import Failure
 from finetuning.inputs import Input, is_unchanged
-from finetuning.lengths import Pulse, refuse_too_many
-from finetuning.shapes import BadRow, normalise, shape_of
+from finetuning.lengths import refuse_too_many, told
+from finetuning.shapes import BadRow, normalise
 from finetuning.sources import read_splits
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-DATA_VERSION = 2
+DATA_VERSION = 3
 """Part of every dataset fingerprint: raise it when the same input and options give other rows."""
 
 EVALUATION_SPLITS = ("test", "validation", "eval")
@@ -77,8 +77,6 @@ def prepare(section: DatasetSection, source: Input, output: Path, read: "list[Ro
         report[f"num_{name}"] = len(rows)
     for rows in filter(None, (train, test)):
         rows.file.unlink()
-        for line in rows.lines():
-            logger.info("%s", line)
     if overlap:
         logger.info("%d conversations of the train split are in the test split as well: removed from train", overlap)
     write_json(output / REPORT, report)
@@ -101,26 +99,26 @@ class Rows:
         self.first_bad: dict[str, str] = {}
 
     def gather(self, items: Iterable[Row | Unreadable]) -> "Rows":
-        """Read, check and keep. Raises Failure when too many are bad."""
-        pulse = Pulse(f"{self.name}: rows read")
+        """Read, check and keep; the counts are logged first. Raises Failure when too many are bad."""
         with self.file.open("wb") as file:
-            for item in items:
+            for item in told(items, f"{self.name}: rows read"):
                 self.num_read += 1
-                pulse.beat()
                 if isinstance(item, Unreadable):
                     self._unreadable(item)
                     continue
                 try:
-                    row = normalise(item.values, self.section, self.notes)
+                    shape, row = normalise(item.values, self.section, self.notes)
                     self._keep(row, item, file)
+                    self.shapes[shape] += 1
                 except BadRow as bad:
                     self._drop(bad.reason, item.where, bad.text)
-        if self.num_read:
-            refuse_too_many(
-                f"{self.name} split", sum(self.dropped.values()), self.num_read, self.section, self.first_bad
-            )
+        num_bad, first_bad = sum(self.dropped.values()), dict(self.first_bad)
         self.rows = self._first_of_equal() if self.section.deduplicate else range(len(self.offsets))
         self.dropped["duplicate"] = len(self.offsets) - len(self.rows)
+        if self.num_read:
+            for line in self.lines():
+                logger.info("%s", line)
+            refuse_too_many(f"{self.name} split", num_bad, self.num_read, self.section, first_bad)
         return self
 
     def _keep(self, row: dict[str, Any], item: Row, file: Any) -> None:
@@ -135,7 +133,6 @@ class Rows:
         file.write(
             json.dumps({**row, "where": item.where.removeprefix(self.root)}, ensure_ascii=False).encode() + b"\n"
         )
-        self.shapes[self.section.shape if self.section.shape != "auto" else shape_of(item.values) or ""] += 1
 
     def _drop(self, reason: str, where: str, text: str) -> None:
         self.dropped[reason] += 1
@@ -152,7 +149,19 @@ class Rows:
     def _first_of_equal(self) -> Any:
         import numpy
 
-        return numpy.sort(numpy.unique(numpy.frombuffer(self.digests, dtype=numpy.uint64), return_index=True)[1])
+        digests = numpy.frombuffer(self.digests, dtype=numpy.uint64)
+        kept = numpy.sort(numpy.unique(digests, return_index=True)[1])
+        if len(kept) < len(digests):
+            gaps = numpy.flatnonzero(kept != numpy.arange(len(kept)))
+            second = int(gaps[0]) if len(gaps) else len(kept)
+            first = int(numpy.flatnonzero(digests == digests[second])[0])
+            self.first_bad["duplicate"] = f"{self._where(second)}: equal to {self._where(first)}"
+        return kept
+
+    def _where(self, index: int) -> str:
+        with self.file.open("rb") as file:
+            file.seek(self.offsets[index])
+            return self.root + json.loads(file.readline())["where"]
 
     def write(self, indices: Iterable[int], path: Path) -> None:
         with self.file.open("rb") as source, path.open("wb") as target:
@@ -183,9 +192,7 @@ class Rows:
             yield f"{self.name}: " + ", ".join(f"{count} {note}" for note, count in self.notes.items())
         for reason, count in self.dropped.items():
             if count:
-                yield f"{self.name}: {count} dropped, {reason}" + (
-                    f"; {self.first_bad[reason]}" if reason in self.first_bad else ""
-                )
+                yield f"{self.name}: {count} dropped, {reason}; {self.first_bad[reason]}"
 
 
 def choose_splits(
@@ -221,34 +228,36 @@ def remove_overlap(train: Rows, test: Rows) -> int:
 
 def set_aside(train: Rows, section: DatasetSection) -> tuple[Any, Any]:
     """Split by `datasets`' own shuffle, so that a seed gives the rows it gives elsewhere; with `group_by` whole groups
-    go to one side or the other."""
+    go to one side or the other. Where the share is one row, two of four or more are set aside: one chooses the
+    checkpoint, the other is the gate's."""
     import numpy
 
     rows = numpy.asarray(train.rows)
     if len(rows) < 2:
         removed = train.without_duplicates()
         raise Failure(
-            "data", f"dataset.name={section.name!r}: {len(rows)} rows cannot be split in two{removed}. Give more."
+            "data",
+            f"dataset.name={section.name!r}: {len(rows)} row cannot be split in two{removed}. Give more.",
         )
     if not section.group_by:
-        parts = shuffled_parts(len(rows), section)
+        one_row = len(rows) * section.test_size <= 1
+        parts = shuffled_parts(len(rows), section, 2 if one_row and len(rows) >= 4 else section.test_size)
         return tuple(rows[part] for part in parts)
     groups, first = numpy.unique(numpy.frombuffer(train.groups, dtype=numpy.uint64)[rows], return_index=True)
     ordered = groups[numpy.argsort(first)]
-    _, test = shuffled_parts(len(ordered), section)
+    _, test = shuffled_parts(len(ordered), section, section.test_size)
     aside = numpy.isin(numpy.frombuffer(train.groups, dtype=numpy.uint64)[rows], ordered[test])
     return rows[~aside], rows[aside]
 
 
-def shuffled_parts(count: int, section: DatasetSection) -> tuple[Any, Any]:
+def shuffled_parts(count: int, section: DatasetSection, test_size: float) -> tuple[Any, Any]:
+    """`test_size`: a share, or a whole number of rows."""
     from datasets import Dataset
 
     if count < 2:
         message = f"dataset.group_by={section.group_by!r}: {count} group cannot be split in two. Set it to null."
         raise Failure("data", message)
-    parts = Dataset.from_dict({"index": range(count)}).train_test_split(
-        test_size=section.test_size, seed=section.split_seed
-    )
+    parts = Dataset.from_dict({"index": range(count)}).train_test_split(test_size=test_size, seed=section.split_seed)
     return _indices(parts["train"]), _indices(parts["test"])
 
 

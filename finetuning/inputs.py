@@ -20,6 +20,8 @@ from finetuning.remote import open_table, remote_digest, remote_files
 
 MODEL_SUFFIXES = {".json", ".safetensors", ".jinja", ".txt", ".model", ".py"}
 HUB_TIMEOUT_SECONDS = 20
+DIGITS = 12
+"""Of a version, for people."""
 
 Kind = Literal["dataset", "model"]
 
@@ -45,6 +47,11 @@ class Input(BaseModel):
     def identity(self) -> dict[str, str | None]:
         """What an artifact made of it is named by."""
         return {"version": self.version, "refresh": self.refresh}
+
+    @property
+    def told(self) -> str:
+        """For people."""
+        return f"{shown(self.name)} at version {self.version[:DIGITS]}"
 
 
 def identify(kind: Kind, name: str, revision: str, refresh: str | None = None) -> Input:

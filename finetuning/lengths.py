@@ -4,8 +4,8 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from config.sections import DatasetSection
 from finetuning.errors import Failure
@@ -16,22 +16,26 @@ if TYPE_CHECKING:
 ALWAYS_TOLERATED = 5
 """So many bad rows never are too many."""
 PULSE_SECONDS = 10
+SHOWN_AROUND = 300
+"""Characters before and after the place where a training and a serving prompt part."""
 BY_LENGTH = {"too_long", "answers_cut"}
 """Reasons that are a matter of training.max_length, not of the row."""
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class Pulse:
-    """Says how far a long loop has come, each ten seconds."""
+def told(items: Iterable[T], what: str) -> Iterator[T]:
+    """The same items. Says how far a long loop has come: with a bar on a terminal, elsewhere each ten seconds."""
+    from tqdm import tqdm
 
-    def __init__(self, what: str):
-        self.what, self.count, self.said = what, 0, time.monotonic()
-
-    def beat(self, count: int = 1) -> None:
-        self.count += count
-        if time.monotonic() - self.said > PULSE_SECONDS:
-            self.said = time.monotonic()
-            logger.info("%s: %d so far", self.what, self.count)
+    said = time.monotonic()
+    with tqdm(desc=what, unit=" rows", unit_scale=True, disable=None, leave=False, delay=1) as bar:
+        for count, item in enumerate(items, 1):
+            yield item
+            bar.update()
+            if bar.disable and time.monotonic() - said > PULSE_SECONDS:
+                said = time.monotonic()
+                logger.info("%s: %d so far", what, count)
 
 
 class Account:
@@ -45,6 +49,8 @@ class Account:
         self.lengths = array("L")
         self.dropped: Counter[str] = Counter()
         self.first_bad: dict[str, str] = {}
+        self.first_difference: dict[str, str] = {}
+        """`where`, and what training and serving have in `common` before they part, as `trained` and as `served`."""
 
     @property
     def num_rows(self) -> int:
@@ -55,9 +61,11 @@ class Account:
         self.num_turns += len(row.get("messages", ()))
         self.lengths.append(num_tokens)
 
-    def compare(self, turns: int, differ: int) -> None:
+    def compare(self, row: dict[str, Any], trained: str, turns: int, prompts_that_differ: list[str]) -> None:
         self.turns_compared += turns
-        self.turns_that_differ += differ
+        self.turns_that_differ += len(prompts_that_differ)
+        if prompts_that_differ and not self.first_difference:
+            self.first_difference = {"where": row.get("where", ""), **difference(trained, prompts_that_differ[0])}
 
     def drop(self, reason: str, row: dict[str, Any], text: str, num_tokens: int = 0) -> None:
         self.dropped[reason] += 1
@@ -133,14 +141,26 @@ class Account:
             "packed_sequences_at_least": -(-self.num_kept // self.max_length),
             "turns_compared": self.turns_compared,
             "turns_that_differ": self.turns_that_differ,
+            "first_difference": self.first_difference,
             "turns_without_their_reasoning": self.num_reasoning_left_out,
             "histogram": self.histogram(),
         }
 
     def histogram(self) -> list[tuple[int, int]]:
         """Upper bound in tokens, a power of two, -> conversations that are as long."""
-        bounds = Counter(1 << max(length - 1, 0).bit_length() for length in self.lengths)
-        return sorted(bounds.items())
+        powers = Counter(max(length - 1, 0).bit_length() for length in self.lengths)
+        return [(1 << power, powers[power]) for power in range(min(powers), max(powers) + 1)] if powers else []
+
+
+def difference(trained: str, served: str) -> dict[str, str]:
+    """The text around the place where the two part."""
+    pairs = enumerate(zip(trained, served, strict=False))
+    start = next((place for place, (one, other) in pairs if one != other), min(len(trained), len(served)))
+    return {
+        "common": trained[max(start - SHOWN_AROUND, 0) : start],
+        "trained": trained[start : start + SHOWN_AROUND],
+        "served": served[start : start + SHOWN_AROUND],
+    }
 
 
 def refuse_too_many(what: str, bad: int, rows: int, section: DatasetSection, first_bad: dict[str, str]) -> None:
@@ -149,7 +169,10 @@ def refuse_too_many(what: str, bad: int, rows: int, section: DatasetSection, fir
     if bad and section.on_bad_rows == "fail":
         message = f"dataset.name={section.name!r}: {bad} of {rows} rows of the {what} cannot be trained on; {first}"
         raise Failure("data", f"{message}. Correct them, or set dataset.on_bad_rows to 'drop'.")
-    if bad == rows or (bad > ALWAYS_TOLERATED and bad > section.max_bad_fraction * rows):
+    if bad == rows:
+        message = f"dataset.name={section.name!r}: {bad} of {rows} rows of the {what} cannot be trained on; {first}"
+        raise Failure("data", f"{message}. Correct them.")
+    if bad > ALWAYS_TOLERATED and bad > section.max_bad_fraction * rows:
         raise Failure(
             "data",
             f"dataset.name={section.name!r}: {bad} of {rows} rows of the {what} cannot be trained on, more than "

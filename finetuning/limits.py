@@ -18,14 +18,24 @@ from finetuning.memory.states import BYTES, state_bytes_on_disk
 
 def check_fits(config: Config, model: dict[str, Any], directory: Path) -> None:
     """Refuse a training that its model or the disk cannot take. `model` is the manifest of a prepared model."""
-    context, wanted = model["context_length"], config.training.max_length
+    check_context(config, model["context_length"])
+    check_disk(config, model["num_parameters"], directory)
+
+
+def check_context(config: Config, context: int | None) -> None:
+    """Raises Failure when a conversation may be longer than the model has positions."""
+    wanted = config.training.max_length
     if context and wanted > context:
         raise Failure(
             "configuration",
             f"training.max_length={wanted} is beyond the {context} positions of {config.model.name} "
             f"(max_position_embeddings). Set it to {context} or less.",
         )
-    needed, free = disk_bytes(config, model["num_parameters"]), free_bytes(directory)
+
+
+def check_disk(config: Config, num_parameters: int, directory: Path) -> tuple[int, int | None]:
+    """Bytes that a training in `directory` needs, and those that are free there. Raises Failure when they are fewer."""
+    needed, free = disk_bytes(config, num_parameters), free_bytes(directory)
     if free is not None and needed > free:
         raise Failure(
             "out_of_disk",
@@ -33,6 +43,7 @@ def check_fits(config: Config, model: dict[str, Any], directory: Path) -> None:
             f"{config.training.save_total_limit + 1} checkpoints and two copies of the model, and {free / 2**30:.1f} "
             "GiB are free. Free some, lower training.save_total_limit, or set another root.",
         )
+    return needed, free
 
 
 def check_gpu(config: Config, base: Path, logger: logging.Logger | logging.LoggerAdapter) -> None:

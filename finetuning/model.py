@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 from config.sections import ModelSection
 from finetuning import child
 from finetuning.artifacts import produce
-from finetuning.chat import CHATML_TEMPLATE, TURN_END, TURN_START, choose_template
+from finetuning.chat import CHATML_TEMPLATE, TURN_END, TURN_START, Renderer, choose_template, turn_end
 from finetuning.errors import Failure
 from finetuning.inputs import MODEL_SUFFIXES, Input
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-MODEL_VERSION = 2
+MODEL_VERSION = 3
 """Part of every model fingerprint: raise it when the same base gives other tokenizer files or another config."""
 
+WEIGHTS = ".safetensors"
 logger = logging.getLogger(__name__)
 
 
@@ -33,10 +34,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 def prepare(section: ModelSection, source: Input, output: Path) -> dict[str, Any]:
     """Write tokenizer and generation config below `output` and return the facts of the base model."""
-    from transformers import AutoConfig
-
     base = source.path or download(source)
-    config = _load(AutoConfig, base, section)
+    config = load_config(base, section)
     tokenizer, told = load_tokenizer(base, section)
     rows, num_parameters = weight_shapes(base, config)
     generation = generation_config(base, config, tokenizer)
@@ -71,6 +70,12 @@ def model_license(base: Path) -> str:
     return str(data.get("license_name") or data.get("license") or "unknown")
 
 
+def load_config(base: Path | str, section: ModelSection) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    return _load(AutoConfig, base, section)
+
+
 def load_tokenizer(base: Path | str, section: ModelSection) -> tuple["PreTrainedTokenizerBase", str]:
     """The tokenizer with the template and the tokens it trains with, and in a few words which template that is."""
     from transformers import AutoTokenizer
@@ -81,11 +86,12 @@ def load_tokenizer(base: Path | str, section: ModelSection) -> tuple["PreTrained
     return tokenizer, told
 
 
-def download(source: Input) -> Path:
+def download(source: Input, weights: bool = True) -> Path:
     """The snapshot of the pinned commit in the hub's cache; what is there already is not fetched again."""
     from huggingface_hub import snapshot_download
 
-    patterns = [*(f"*{suffix}" for suffix in sorted(MODEL_SUFFIXES)), "README.md"]
+    suffixes = MODEL_SUFFIXES - (set() if weights else {WEIGHTS})
+    patterns = [*(f"*{suffix}" for suffix in sorted(suffixes)), "README.md"]
     try:
         return Path(snapshot_download(source.name, revision=source.version, allow_patterns=patterns))
     except Exception as error:
@@ -115,7 +121,8 @@ def set_chat_tokens(tokenizer: "PreTrainedTokenizerBase", template: str) -> None
 def generation_config(
     base: Path, config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase"
 ) -> "GenerationConfig":
-    """The base's generation config, with the tokenizer's pad and eos, in a state that can be saved.
+    """The base's generation config, with the tokenizer's pad and the tokens that end a turn, in a state that can be
+    saved.
 
     transformers refuses to save one that sets temperature, top_p or top_k without sampling, and would do so after all
     training (transformers#29988); such a config gets do_sample=True, which is what its author meant.
@@ -124,9 +131,9 @@ def generation_config(
 
     has_file = (base / "generation_config.json").is_file()
     generation = GenerationConfig.from_pretrained(base) if has_file else GenerationConfig.from_model_config(config)
-    eos = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
-    others = [token for token in eos if token not in (None, tokenizer.eos_token_id)]
-    generation.eos_token_id = [tokenizer.eos_token_id, *others]
+    named = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+    ends = dict.fromkeys([tokenizer.eos_token_id, turn_end_id(tokenizer), *named])
+    generation.eos_token_id = [token for token in ends if token is not None]
     generation.pad_token_id = tokenizer.pad_token_id
     try:
         generation.validate(strict=True)
@@ -135,6 +142,14 @@ def generation_config(
         generation.do_sample = True
         generation.validate(strict=True)
     return generation
+
+
+def turn_end_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """The token that ends a turn with the template, which is what the model learns to end with, whatever eos is."""
+    try:
+        return tokenizer.convert_tokens_to_ids(turn_end(tokenizer, Renderer(tokenizer, assistant_only=False)))
+    except ValueError:  # a template that renders no answer: `finetuning.tokens` refuses it when it is used
+        return None
 
 
 def weight_shapes(base: Path, config: "PretrainedConfig") -> tuple[int, int]:

@@ -1,16 +1,18 @@
-"""What must hold before any step runs: storage, tracking server, registry.
+"""What must hold before any step runs, found out in seconds, without weights and without a GPU: a line a check.
 
-`check_settings` needs no library and no server. Program: `python -m finetuning.preflight JOB.json` asks the servers.
+`check` needs no ML library; what does, one child finds out. Program: `python -m finetuning.preflight JOB.json`, see
+`Job`.
 """
 
 import logging
 import os
 import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -18,24 +20,82 @@ from config.sections import Config
 from config.settings import Settings, shown
 from finetuning import child
 from finetuning.artifacts import lock
-from finetuning.bounded import within
+from finetuning.base import model_line
 from finetuning.errors import Failure
-from finetuning.registry import check_registry, is_unity_catalog
-from finetuning.rights import check_artifact_store
-from finetuning.tracking import ensure_experiment
+from finetuning.findings import Findings, Line
+from finetuning.inputs import Input, Kind
+from finetuning.launcher import run_step
+from finetuning.libraries import check_libraries
+from finetuning.limits import check_context
+from finetuning.refusals import is_unity_catalog
+from finetuning.rights import database, registry_line, tracking_line
+from finetuning.sample import rows_lines
+from finetuning.workload import effort_lines
 
-ANSWER_SECONDS = 30
-"""What the tracking server may take for its first answer; a new database makes its tables in that time."""
 DATABRICKS = ("databricks", "databricks-uc", "uc")
-logger = logging.getLogger(__name__)
+
+
+class Places(BaseModel):
+    """Where the artifacts of this run are, or will be."""
+
+    model: Path
+    tokens: Path
+    training: Path
 
 
 class Job(BaseModel):
-    registered_model_name: str
+    config: Config
+    dataset: Input | None = None
+    model: Input | None = None
+    places: Places | None = None
+    """When both are known."""
+    only_look: bool = False
+    """Make nothing, neither experiment nor registered model."""
+    ask_servers: bool = True
 
 
-def check_settings(config: Config, settings: Settings) -> None:
-    """Refuse settings that cannot work. Raises Failure naming the setting, its value and the remedy."""
+def check(
+    config: Config,
+    identify: Callable[[Kind], Input],
+    places: Callable[[Input, Input], Places],
+    logger: logging.Logger | logging.LoggerAdapter,
+    only_look: bool = False,
+) -> tuple[Findings, dict[Kind, Input]]:
+    """All findings, and dataset and model as far as they could be pinned. `identify` is given which of them.
+
+    Where something is refused, or with `only_look`, no experiment and no registered model is made.
+    """
+    findings, settings = Findings(), Settings()
+    inputs: dict[Kind, Input] = {}
+    with findings.checking("configuration"):
+        check_servers(settings)
+    ask_servers = findings.failure is None
+    with findings.checking("configuration"):
+        check_settings(config, settings)
+    if findings.failure is None:
+        findings.ok("configuration", "the settings fit each other and this machine")
+    with findings.checking("libraries"):
+        check_libraries(findings)
+    for kind in get_args(Kind):
+        with findings.checking(kind):
+            inputs[kind] = identify(kind)
+    if "dataset" in inputs:
+        findings.ok("dataset", inputs["dataset"].told)
+    job = Job(
+        config=config,
+        places=places(inputs["dataset"], inputs["model"]) if len(inputs) == 2 else None,
+        only_look=only_look or findings.failure is not None,
+        ask_servers=ask_servers,
+        **inputs,
+    )
+    with findings.checking("preflight"):
+        found = run_step("preflight", job.model_dump(mode="json"), logger)
+        findings.lines += map(Line.model_validate, found["lines"])
+    return findings, inputs
+
+
+def check_servers(settings: Settings) -> None:
+    """Refuse addresses that MLflow does not take. Raises Failure naming the setting, its value and the remedy."""
     for name, uri in (("MLFLOW_TRACKING_URI", settings.tracking_uri), ("MLFLOW_REGISTRY_URI", settings.registry_uri)):
         if uri.startswith("file:") or not (":" in uri or uri in DATABRICKS):
             raise Failure(
@@ -43,6 +103,10 @@ def check_settings(config: Config, settings: Settings) -> None:
                 f"{name}={shown(uri)}: MLflow no longer writes to plain files. Unset it for a database under the "
                 "storage root, or give sqlite:////ABSOLUTE/PATH.db, http://HOST:PORT or databricks.",
             )
+
+
+def check_settings(config: Config, settings: Settings) -> None:
+    """Refuse settings that cannot work here. Raises Failure naming the setting, its value and the remedy."""
     if not is_unity_catalog(settings.registry_uri) and not config.registry.allow_local:
         raise Failure(
             "configuration",
@@ -79,36 +143,36 @@ def check_storage(root: Path) -> None:
 
 
 def run(values: dict[str, Any]) -> dict[str, Any]:
-    """Reach both servers: experiment and registered model exist afterwards, artifacts arrive. Raises Failure."""
-    job, settings = Job.model_validate(values), Settings()
+    """`lines`: model, rows and tokens, what the training takes, and whether the servers can be used."""
+    job, settings, findings = Job.model_validate(values), Settings(), Findings()
+    logging.getLogger("finetuning.data").setLevel(logging.WARNING)  # its counts would be those of a sample
+    config, places, facts, work = job.config, job.places, None, None
+    if job.model:
+        facts = model_line(config.model, job.model, places and places.model, findings)
+    with findings.checking("tokens"):
+        check_context(config, facts and facts.context_length)
+    if job.dataset:
+        work = rows_lines(config, job.dataset, places and places.tokens, facts, findings)
+    if places and facts:
+        effort_lines(config, job.model, facts, work, places.training, findings)
+    if job.ask_servers:
+        only_look = job.only_look or findings.failure is not None
+        _servers(config, settings, only_look, findings)
+    return {"lines": [line.model_dump() for line in findings.lines]}
+
+
+def _servers(config: Config, settings: Settings, only_look: bool, findings: Findings) -> None:
     with ExitStack() as first_runs:
-        for database in {_database(settings.tracking_uri), _database(settings.registry_uri)} - {None}:
-            first_runs.enter_context(lock(database))
-        _ask(job, settings)
-    return {}
-
-
-def _database(uri: str) -> Path | None:
-    """The file of a sqlite URI. MLflow makes the tables of a new one without a lock: of two first runs one would
-    find them half made."""
-    return Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
-
-
-def _ask(job: Job, settings: Settings) -> None:
-    try:
-        within(ANSWER_SECONDS, lambda: ensure_experiment(settings.mlflow_experiment_name, settings.artifact_location))
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        message = f"the tracking server MLFLOW_TRACKING_URI={shown(settings.tracking_uri)} cannot be used: {reason}"
-        if settings.tracking_required:
-            raise Failure(
-                "configuration", f"{message}. To train without it: FINETUNE_TRACKING_REQUIRED=false"
-            ) from error
-        logger.warning("%s. Training goes on without it, and everything is logged afterwards", message)
-    else:
-        if settings.tracking_uri.startswith(("sqlite:", "http:", "https:")):
-            check_artifact_store(settings.mlflow_experiment_name, settings.tracking_uri)
-    check_registry(job.registered_model_name, settings.registry_uri, settings.tracking_uri)
+        if not only_look:
+            # MLflow makes the tables of a new database without a lock: of two first runs one finds them half made.
+            for file in {database(settings.tracking_uri), database(settings.registry_uri)} - {None}:
+                first_runs.enter_context(lock(file))
+        with findings.checking("tracking server"):
+            tracking_line(settings, only_look, findings)
+        if findings.refused("tracking server") and settings.registry_uri == settings.tracking_uri:
+            return  # it is the same server
+        with findings.checking("registry"):
+            registry_line(config.registry.registered_model_name, settings, only_look, findings)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ class Job(BaseModel):
 
 
 def run(values: dict[str, Any]) -> dict[str, Any]:
-    """`outcome`: champion, challenger or awaiting approval; `reason`: a sentence; `metrics`. Raises Failure."""
+    """`outcome`: champion, challenger or awaiting approval; `reason`: a sentence; `metrics`; `judged`: False when
+    another try may find what to compare with. Raises Failure."""
     job = Job.model_validate(values)
     settings, name, number = Settings(), job.proof.name, job.proof.number
     versions = registry()
@@ -51,7 +52,7 @@ def decide(job: Job, versions: Registry, version: ModelVersion) -> dict[str, Any
     name, number = job.proof.name, job.proof.number
     champion = versions.by_alias(name, ALIAS)
     if champion and champion.number == number:
-        return {"outcome": ALIAS, "reason": "it is the champion already", "metrics": {}}
+        return {"outcome": ALIAS, "reason": "it is the champion already", "metrics": {}, "judged": True}
     verdict = gate.judge(job.gate, job.evaluation)
     compared = job.gate.better_than == "champion" and verdict.metrics
     if compared and (champion and champion.number) != job.evaluation.champion:
@@ -74,7 +75,8 @@ def decide(job: Job, versions: Registry, version: ModelVersion) -> dict[str, Any
     else:
         versions.set_alias(name, CHALLENGER, number)
     keep(job, "verdict.json", {"version": number, "outcome": outcome, **verdict._asdict()})
-    return {"outcome": outcome, "reason": reason, "metrics": verdict.metrics}
+    judged = verdict.outcome != "not judged"
+    return {"outcome": outcome, "reason": reason, "metrics": verdict.metrics, "judged": judged}
 
 
 def make_champion(versions: Registry, name: str, number: str) -> None:

@@ -47,11 +47,17 @@ def check_registry(name: str, registry_uri: str, tracking_uri: str | None = None
             to `tracking_uri` cannot be registered there.
     """
     check_name(name)
-    if tracking_uri and registry_uri.startswith("http") and registry_uri.rstrip("/") != tracking_uri.rstrip("/"):
+    if tracking_uri:
+        check_pair(registry_uri, tracking_uri)
+    Registry(registry_uri).ensure_model(name)
+
+
+def check_pair(registry_uri: str, tracking_uri: str) -> None:
+    """Raises Failure when models logged to the one cannot be registered at the other."""
+    if registry_uri.startswith("http") and registry_uri.rstrip("/") != tracking_uri.rstrip("/"):
         remedy = "an MLflow server registers only models logged to itself (mlflow#18194): set both URIs to it"
         message = f"registry {shown(registry_uri)}, but tracking {shown(tracking_uri)}: {remedy}"
         raise Failure("configuration", message)
-    Registry(registry_uri).ensure_model(name)
 
 
 def register_version(

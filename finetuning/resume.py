@@ -4,6 +4,7 @@ Needs no ML library. `training.json` holds
     fingerprint      all that determines the weights
     training_id      of this directory; the MLflow run carries it as a tag
     mlflow_run_id    None as long as the tracking server could not be reached
+    mlflow_experiment_id  its experiment's: a link to the run needs both
     status           RUNNING, then FINISHED, KILLED or FAILED: that of the last attempt
     settled          whether the MLflow run has all metrics and its last status
     result           what the training came to, once all planned steps are done

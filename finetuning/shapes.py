@@ -57,19 +57,20 @@ def shape_of(values: dict[str, Any]) -> str | None:
     return "prompt_completion" if "prompt" in values else None
 
 
-def normalise(values: dict[str, Any], section: DatasetSection, notes: Counter[str]) -> dict[str, Any]:
-    """`{"messages", "tools"?}` or `{"text"}`, in new objects; `notes` counts what was mended. Raises BadRow only."""
+def normalise(values: dict[str, Any], section: DatasetSection, notes: Counter[str]) -> tuple[str, dict[str, Any]]:
+    """The shape, and `{"messages", "tools"?}` or `{"text"}` in new objects; `notes` counts what was mended. Raises
+    BadRow only."""
     mended = Counter[str]()
     try:
-        row = _row(values, section, mended)
+        shape = _shape(values, section.shape)
+        row = _row(values, shape, section, mended)
     except RecursionError:
         raise BadRow("too_deep", "its values are nested too deep to be read") from None
     notes.update(mended)
-    return row
+    return shape, row
 
 
-def _row(values: dict[str, Any], section: DatasetSection, notes: Counter[str]) -> dict[str, Any]:
-    shape = _shape(values, section.shape)
+def _row(values: dict[str, Any], shape: str, section: DatasetSection, notes: Counter[str]) -> dict[str, Any]:
     if shape == "text":
         return {"text": read_message("text", {"role": "user", "content": values["text"]}, notes)["content"]}
     messages = [read_message(place, raw, notes) for place, raw in READERS[shape](values)]

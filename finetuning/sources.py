@@ -90,11 +90,18 @@ def _read_table(source: Input) -> Iterator[Item]:
 
 
 def _read_hub(section: DatasetSection, source: Input) -> dict[str, Iterator[Item]]:
+    splits = load_hub(section, source)
+    return {split: hub_rows(f"{source.name} {split}", rows) for split, rows in splits.items()}
+
+
+def load_hub(section: DatasetSection, source: Input, streaming: bool = False) -> dict[str, Any]:
+    """Split -> its `datasets.Dataset`, or with `streaming` what reads of its files as much as it is asked for. Raises
+    Failure."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
     try:
-        splits = load_dataset(source.name, section.config_name, revision=source.version)
+        return load_dataset(source.name, section.config_name, revision=source.version, streaming=streaming)
     except ValueError as error:  # "Config name is missing", "BuilderConfig ... not found": both list what there is
         message = f"dataset.config_name={section.config_name!r}: {' '.join(str(error).split())[:400]}"
         raise Failure("configuration", message) from None
@@ -104,8 +111,7 @@ def _read_hub(section: DatasetSection, source: Input) -> dict[str, Iterator[Item
         reason = re.sub(r"\s+", " ", str(error.__cause__ or error))[:200]
         message = f"dataset.name={section.name!r}: datasets cannot read the files that the hub has of it ({reason})."
         raise Failure("data", f"{message} Download them, correct them and give their path.") from None
-    return {split: _hub_rows(f"{source.name} {split}", rows) for split, rows in splits.items()}
 
 
-def _hub_rows(where: str, rows: Iterable[dict[str, Any]]) -> Iterator[Item]:
+def hub_rows(where: str, rows: Iterable[dict[str, Any]]) -> Iterator[Item]:
     return (Row(f"{where} row {index}", row) for index, row in enumerate(rows))

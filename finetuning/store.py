@@ -42,7 +42,7 @@ ARTIFACTS = {
     "evaluations": (MANIFEST, ()),
 }
 """Kind -> file and names of what one was, or will be, made from. Pruned in this order: a training before its needs."""
-OTHERS = {"volumes", "huggingface", "mlflow", "prefect", "prefect-results", "runs", "registrations", "cache", "tmp"}
+OTHERS = set("volumes huggingface mlflow prefect prefect-results runs outcomes registrations cache tmp".split())
 FINGERPRINT = re.compile(f"[0-9a-f]{{{FINGERPRINT_LENGTH}}}")
 SOURCE = re.compile(rf"\b({'|'.join(ARTIFACTS)})/{FINGERPRINT.pattern}\b")
 DAY_SECONDS = 24 * 60 * 60

@@ -19,17 +19,17 @@ from pydantic import BaseModel
 
 from config.sections import DatasetSection, TrainingSection
 from finetuning import artifacts, child
-from finetuning.chat import Renderer, reasoning_left_out, turn_end_is_trained
+from finetuning.chat import Renderer, reasoning_left_out, turn_end
 from finetuning.errors import Failure
 from finetuning.halves import gate_rows
-from finetuning.lengths import Account, Pulse, split_turns
+from finetuning.lengths import Account, split_turns, told
 from finetuning.preview import Part, page, parts
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-TOKENS_VERSION = 2
+TOKENS_VERSION = 3
 """Part of every fingerprint of tokens: raise it when the same rows and model give other tokens or labels."""
 
 IGNORED = -100
@@ -123,19 +123,20 @@ class Encoder:
     """Conversations in, tokens and labels out."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", section: DatasetSection, training: TrainingSection):
-        """Raises Failure when the assistant's turns cannot be told, or do not end with the eos token."""
+        """Raises Failure when the assistant's turns cannot be told, or do not end with a token of their own."""
         if not tokenizer.is_fast:
             raise Failure(
                 "configuration", "model.name: its tokenizer is a slow one, which cannot tell where a turn is."
             )
         self.tokenizer, self.section, self.training = tokenizer, section, training
         self.renderer = Renderer(tokenizer, training.assistant_only_loss)
-        self.control_tokens = tuple(tokenizer.all_special_tokens)
+        added = tokenizer.added_tokens_decoder.values()  # more than all_special_tokens, where only some have a name
+        self.control_tokens = tuple(token.content for token in added if token.special)
         try:
-            ends = turn_end_is_trained(tokenizer, self.renderer)
+            end = turn_end(tokenizer, self.renderer)
         except ValueError as error:
             raise Failure("configuration", f"model.chat_template_file: {error}. Give another template.") from None
-        if not ends:
+        if end is None:
             raise Failure(
                 "configuration",
                 "model.chat_template_file: with this template a trained turn does not end with a token of its own (eos "
@@ -144,10 +145,9 @@ class Encoder:
             )
 
     def encode(self, rows: Iterable[dict[str, Any]], account: Account) -> Iterator[Encoded]:
-        rows, pulse = iter(rows), Pulse(f"{account.split}: conversations tokenised")
+        rows = told(rows, f"{account.split}: conversations tokenised")
         while batch := list(islice(rows, ROWS_AT_ONCE)):
             yield from self._fitting(batch, account)
-            pulse.beat(len(batch))
 
     def _fitting(self, rows: list[dict[str, Any]], account: Account) -> Iterator[Encoded]:
         for row, encoded in zip(rows, self.encode_rows(rows, account), strict=True):
@@ -195,11 +195,11 @@ class Encoder:
             return None
         account.num_reasoning_left_out += reasoning_left_out(row, rendered.text)
         if account.num_rows < COMPARED_ROWS:
-            account.compare(*self.renderer.turns_that_differ(row, rendered))
+            account.compare(row, rendered.text, *self.renderer.turns_that_differ(row, rendered))
         return rendered
 
     def _control_token(self, row: dict[str, Any]) -> str | None:
-        written = json.dumps(row.get("messages", ""), ensure_ascii=False)
+        written = json.dumps([row.get("messages"), row.get("tools")], ensure_ascii=False)
         return next((token for token in self.control_tokens if token in written), None)
 
     def _labelled(self, encoding: Any, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:

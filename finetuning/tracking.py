@@ -98,6 +98,14 @@ def open_or_postpone(facts: RunFacts) -> str | None:
         return None
 
 
+def experiment_of(run_id: str) -> str | None:
+    """The id of the run's experiment; None when the server does not answer."""
+    from mlflow import MlflowClient
+
+    problem = f"the experiment of MLflow run {run_id} could not be looked up"
+    return _attempt(problem, lambda: MlflowClient().get_run(run_id).info.experiment_id)
+
+
 def is_deleted(run_id: str) -> bool:
     """Whether somebody deleted the run since; False when the server does not answer."""
     from mlflow import MlflowClient

@@ -3,6 +3,7 @@
 Program: `python -m finetuning.train JOB.json`, see `Job`. Layout of the training's directory:
     job.json log.txt result.json    what the launcher keeps of the child
     training.json                   what `finetuning.resume` says of it
+    loss.png                        of a training that takes longer than a minute
     checkpoints/checkpoint-N/       the Trainer's own, each with a manifest that is written last
 A training that was cut short goes on from its newest checkpoint that is whole, in the same MLflow run; a finished
 one is not touched again. Several processes train together under `finetuning.group`; the first one keeps the books.
@@ -27,6 +28,7 @@ from finetuning.memory.architecture import NotUnderstood, read_config
 from finetuning.memory.gpus import Gpu, visible_gpu
 from finetuning.memory.plan import settled_checkpointing
 
+CURVE = "loss.png"
 logger = logging.getLogger(__name__)
 
 
@@ -125,8 +127,18 @@ def _mlflow_run(job: Job) -> str | None:
     job.run.training_id, run_id = state["training_id"], state["mlflow_run_id"]
     if not run_id or tracking.is_deleted(run_id):
         run_id = tracking.open_or_postpone(job.run)
-        resume.update_state(job.output, mlflow_run_id=run_id)
+    _note(job, run_id)
     return run_id
+
+
+def _note(job: Job, run_id: str | None) -> None:
+    """Keep which MLflow run it is, and tell the flow, which shows a link."""
+    state = resume.read_state(job.output)
+    experiment_id = state.get("mlflow_experiment_id") if run_id == state["mlflow_run_id"] else None
+    if run_id and not experiment_id:
+        experiment_id = tracking.experiment_of(run_id)
+    resume.update_state(job.output, mlflow_run_id=run_id, mlflow_experiment_id=experiment_id)
+    child.report_progress(mlflow_run_id=run_id)
 
 
 def _settled(job: Job, result: dict[str, Any]) -> str | None:
@@ -135,7 +147,8 @@ def _settled(job: Job, result: dict[str, Any]) -> str | None:
     if not state["settled"]:
         job.run.training_id = state["training_id"]
         if run_id := tracking.settle(job.run, state["mlflow_run_id"], result["log_history"]):
-            state = resume.update_state(job.output, mlflow_run_id=run_id, settled=True)
+            _note(job, run_id)
+            state = resume.update_state(job.output, settled=True)
     return state["mlflow_run_id"]
 
 
@@ -178,7 +191,7 @@ def _train(job: Job, run_id: str | None, checkpoint: Path | None) -> dict[str, A
         callbacks.Watch(len(trainer.processing_class)),
         stop,
         callbacks.Seal(job.config.training.save_total_limit),
-        *([] if processes.rank() else [callbacks.Progress()]),
+        *([] if processes.rank() else [callbacks.Progress(), callbacks.Curve(job.output / CURVE)]),
         *trainer.measured_by(),
     ):
         trainer.add_callback(callback)
@@ -201,6 +214,7 @@ def _result(job: Job) -> dict[str, Any]:
     if training.load_best_model_at_end and best is None:
         message = f"{training.metric_for_best_model} was never a number, so that no checkpoint is the best one."
         raise Failure("diverged", message)
+    gpu = visible_gpu()
     evaluations = [entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry]
     return {
         "checkpoint": Path(best).name if training.load_best_model_at_end else last.name,
@@ -208,6 +222,7 @@ def _result(job: Job) -> dict[str, Any]:
         "num_tokens": state["num_input_tokens_seen"],
         "total_flos": state["total_flos"],
         "num_gpus": processes.num_gpus(),
+        "gpu": gpu and gpu.name,
         "eval_loss": min(evaluations, default=None),
         "log_history": state["log_history"],
     }

@@ -2,10 +2,12 @@
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prefect import runtime
+from prefect import get_run_logger, runtime
 from prefect.tasks import exponential_backoff
 
 from config.settings import Settings
@@ -49,9 +51,19 @@ for name in ("prefect.flow_runs", "prefect.task_runs"):
     logging.getLogger(name).addFilter(WithoutTraceback())
 
 
-def stored_run() -> Path:
-    """What the first try of this flow run decided, for all later ones: `config`, `origins`, `recipe`, `inputs`."""
-    return Settings().storage_root / "runs" / f"{runtime.flow_run.id}.json"
+def stored_run(flow_run_id: object = None) -> Path:
+    """What the first try of a flow run, this one by default, decided for all later ones: `config`, `origins`, `recipe`,
+    `inputs`."""
+    return Settings().storage_root / "runs" / f"{flow_run_id or runtime.flow_run.id}.json"
+
+
+@contextmanager
+def only_shown() -> Iterator[None]:
+    """Around what a run makes for the eye alone, at a point where failing would throw away work."""
+    try:
+        yield
+    except Exception as error:
+        get_run_logger().warning("this could not be shown in Prefect: %s", " ".join(str(error).split())[:300])
 
 
 def artifact_key(*words: str) -> str:

@@ -1,5 +1,6 @@
 """The run's configuration: resolved once, stored under the flow-run id, shown with the origin of every value."""
 
+from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger, runtime, task
@@ -41,6 +42,7 @@ def resolve_configuration(given: Parameters) -> Resolved:
             raise Failure("configuration", str(error)) from None
         stored.parent.mkdir(parents=True, exist_ok=True)
         write_json(stored, {**resolved._asdict(), "config": resolved.config.model_dump()})
+        _name_run(resolved.config)
     _show(resolved)
     return resolved
 
@@ -64,6 +66,14 @@ def _recipe() -> tuple[str | None, Parameters]:
         return deployment.name, deployment.parameters
     names = [tag.removeprefix(RECIPE_TAG) for tag in runtime.flow_run.tags if tag.startswith(RECIPE_TAG)]
     return (names[0], read_recipe(names[0])) if names else (None, {})
+
+
+def _name_run(config: Config) -> None:
+    """Model, method, data, and the name that it had: it tells runs apart, and may be what somebody called it."""
+    model, dataset = Path(config.model.name).name, Path(config.dataset.name).name
+    name = runtime.flow_run.name
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(runtime.flow_run.id, name=f"{model} full fine-tuning on {dataset}: {name}")
 
 
 def _show(resolved: Resolved) -> None:

@@ -21,6 +21,8 @@ class Verdict(BaseModel):
     """champion, challenger or awaiting approval"""
     reason: str
     metrics: dict[str, float]
+    judged: bool
+    """False when there was nothing to compare it with, this time."""
 
 
 @task(cache_policy=NO_CACHE, **RETRIED)

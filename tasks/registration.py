@@ -7,7 +7,8 @@ from pydantic import BaseModel
 from config.sections import Config
 from config.settings import Settings, shown
 from finetuning.launcher import run_step
-from tasks.common import RETRIED
+from tasks.common import RETRIED, only_shown
+from tasks.links import show_version
 from tasks.references import Reference
 
 
@@ -32,4 +33,6 @@ def register(config: Config, model_directory: Reference) -> Version:
     version = Version(**run_step("register", job, get_run_logger()))
     how = "registered" if version.created else "was registered already"
     get_run_logger().info("%s version %s %s in %s", version.name, version.version, how, shown(Settings().registry_uri))
+    with only_shown():
+        show_version(version.name, version.version)
     return version

@@ -16,12 +16,13 @@ from tasks.model import ModelReference
 from tasks.references import Reference
 
 
-def tokens_fingerprint(config: Config, dataset: Reference, model: ModelReference) -> str:
+def tokens_fingerprint(config: Config, dataset: str, model: str) -> str:
+    """`dataset` and `model` are the fingerprints of those artifacts."""
     training = config.training
     return fingerprint(
         version=[TOKENS_VERSION, HALVES_VERSION],
-        dataset=dataset.fingerprint,
-        model=model.fingerprint,
+        dataset=dataset,
+        model=model,
         gate_takes_half=config.gate.takes_half,
         max_length=training.max_length,
         eval_max_rows=training.eval_max_rows,
@@ -34,13 +35,15 @@ def tokens_fingerprint(config: Config, dataset: Reference, model: ModelReference
 
 
 def _cache_key(context: Any, parameters: dict[str, Any]) -> str:
-    return f"tokens-{tokens_fingerprint(parameters['config'], parameters['dataset'], parameters['model'])}"
+    config, dataset, model = (parameters[name] for name in ("config", "dataset", "model"))
+    return f"tokens-{tokens_fingerprint(config, dataset.fingerprint, model.fingerprint)}"
 
 
 @task(cache_key_fn=_cache_key, **CACHED, **RETRIED)
 def tokenize(config: Config, dataset: Reference, model: ModelReference) -> Reference:
     """`train.arrow` and `test.arrow` as training reads them, and a report on rows and tokens. Raises Failure."""
-    output = Settings().storage_root / "tokens" / tokens_fingerprint(config, dataset, model)
+    identity = tokens_fingerprint(config, dataset.fingerprint, model.fingerprint)
+    output = Settings().storage_root / "tokens" / identity
     job = {
         "dataset": str(dataset.path),
         "model": str(model.path),

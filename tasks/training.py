@@ -1,27 +1,22 @@
 """Train on the GPU: one training, one directory, one MLflow run."""
 
-import time
 from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger, runtime, task
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel, ConfigDict
 
 from config.recipes import Resolved
-from config.sections import Config
 from config.settings import Settings
 from finetuning.artifacts import mark_used
-from finetuning.launcher import Progress, run_step
+from finetuning.launcher import run_step
 from finetuning.limits import check_fits, check_gpu
 from finetuning.resume import finished, training_fingerprint
-from tasks.common import RETRIED, artifact_key
+from tasks.common import RETRIED, only_shown
 from tasks.model import ModelReference
+from tasks.progress import TrainingProgress
 from tasks.references import Reference
-
-UPDATE_SECONDS = 2.0
-"""Least time between two updates of the progress artifact; one costs the server about 14 ms."""
 
 
 class Training(BaseModel):
@@ -62,6 +57,7 @@ def train(resolved: Resolved, dataset: Reference, model: ModelReference, tokens:
     if not finished(directory):
         check_gpu(config, model.base, get_run_logger())
     mark_used(directory)
+    progress = TrainingProgress(config, directory)
     job = {
         "config": config.model_dump(),
         "fingerprint": identity,
@@ -77,10 +73,12 @@ def train(resolved: Resolved, dataset: Reference, model: ModelReference, tokens:
         job,
         get_run_logger(),
         directory=directory,
-        on_progress=_progress_artifact(config),
+        on_progress=progress,
         timeout_seconds=settings.training_timeout_seconds,
         num_processes=config.training.num_processes,
     )
+    with only_shown():
+        progress.finish(result["num_steps"])
     return Training(directory=directory, fingerprint=identity, **result)
 
 
@@ -97,26 +95,3 @@ def _run_facts(resolved: Resolved, dataset: Reference, identity: str, settings: 
         "dataset_digest": dataset.fingerprint,
         "dataset_path": str(dataset.path),
     }
-
-
-def _progress_artifact(config: Config) -> Progress:
-    """Show progress in the Prefect UI, at a bounded rate; the last event of a training is always shown."""
-    key = artifact_key("training", config.registry.model_name)
-    artifact = create_progress_artifact(0.0, key=key, description="Waiting for the first step")
-    shown = 0.0
-
-    def show(event: dict[str, Any]) -> None:
-        nonlocal shown
-        last = event["step"] == event["max_steps"]
-        if time.monotonic() - shown < UPDATE_SECONDS and not last:
-            return
-        shown = time.monotonic()
-        loss = f"loss {event['loss']:.4g}, " if event["loss"] is not None else ""
-        update_progress_artifact(
-            artifact,
-            100 * event["step"] / event["max_steps"],
-            description=f"Step {event['step']} of {event['max_steps']}, {loss}{event['tokens_per_second']:,} tokens/s, "
-            f"{event['eta_seconds']} s to go",
-        )
-
-    return show

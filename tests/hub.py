@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,6 +32,8 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repositories = repositories
         self.unknown: list[str] = []
+        self.sent: Counter[str] = Counter()
+        """Path of a file -> bytes that were sent of it."""
 
     @property
     def url(self) -> str:
@@ -79,11 +82,30 @@ class Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def do_POST(self) -> None:
+        """What there is at some paths, which is how `datasets` looks before it streams."""
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["paths"]
+        kind, name, what, _ = ROUTE.fullmatch(self.path).groups()
+        repository = self.server.repositories.get(("dataset" if kind == "datasets" else "model", name))
+        if not repository or what != "paths-info":
+            self.server.unknown.append(f"{self.command} {self.path}")
+            return self.refuse(404, "")
+        return self.answer([entry(*file) for file in repository.files.items() if file[0] in asked])
+
     def file(self, repository: Repository, path: str) -> None:
         content = repository.files.get(path)
         if content is None:
             return self.refuse(404, "EntryNotFound")
-        return self.answer(content, {"X-Repo-Commit": repository.commit, "ETag": f'"{digest(content)}"'})
+        headers = {"X-Repo-Commit": repository.commit, "ETag": f'"{digest(content)}"'}
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, end = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1)
+            headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
+            if start >= len(content):
+                return self.answer(b"", headers, 416)
+            content = content[start : end + 1]
+        if self.command == "GET":
+            self.server.sent[path] += len(content)
+        return self.answer(content, headers, 206 if "Content-Range" in headers else 200)
 
     def answer(self, body: Any, headers: dict[str, str] | None = None, status: int = 200) -> None:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from config.sections import ModelSection
-from finetuning.chat import CHATML_TEMPLATE, Renderer, choose_template, reasoning_left_out, turn_end_is_trained
+from finetuning.chat import CHATML_TEMPLATE, Renderer, choose_template, reasoning_left_out, turn_end
 from finetuning.errors import Failure
 from finetuning.model import load_tokenizer
 from tests.conftest import PROJECT
-from tests.tiny import without_template
+from tests.tiny import like_gemma, without_template
 
 SAMPLE = PROJECT / "samples" / "model"
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}]
@@ -89,7 +89,7 @@ def test_trained_are_the_assistants_turns_with_their_end(style: str) -> None:
     assert '{"name": "find", "arguments": {"id": 7}}' in call
     assert answer.removeprefix("<think>\n\n</think>\n\n") == "On its way.<|im_end|>\n"
     assert thanks.removeprefix("<think>\n\n</think>\n\n") == "You're welcome.<|im_end|>\n"
-    assert turn_end_is_trained(found, renderer)
+    assert turn_end(found, renderer) == "<|im_end|>"
 
 
 def test_a_turn_that_is_not_to_be_trained_is_left_out() -> None:
@@ -128,14 +128,14 @@ def test_training_shows_what_serving_sends(row: dict[str, Any], tmp_path: Path) 
     for found in [without, tokenizer()] + [chatml] * (row is PLAIN):
         renderer = Renderer(found, assistant_only=True)
         turns = sum(message["role"] == "assistant" for message in row["messages"])
-        assert renderer.turns_that_differ(row, renderer.trained(row)) == (turns, 0)
+        assert renderer.turns_that_differ(row, renderer.trained(row)) == (turns, [])
     kept = Renderer(hybrid(), assistant_only=True)
-    assert kept.turns_that_differ(row, kept.trained(row))[1] > 0
+    assert kept.turns_that_differ(row, kept.trained(row))[1]
 
 
 def test_a_template_that_never_ends_a_turn_is_noticed() -> None:
     endless = tokenizer(CHATML_TEMPLATE.replace("+ '<|im_end|>'", ""))
-    assert not turn_end_is_trained(endless, Renderer(endless, assistant_only=True))
+    assert turn_end(endless, Renderer(endless, assistant_only=True)) is None
 
 
 def test_tools_that_the_template_leaves_out_are_refused() -> None:
@@ -157,11 +157,20 @@ def test_reasoning_is_kept_or_its_loss_is_counted() -> None:
     assert reasoning_left_out(row, Renderer(without, assistant_only=True).trained(row).text) == 1
 
 
-def test_the_end_of_a_turn_need_not_be_eos() -> None:
-    """Gemma's eos ends a document, and its turns end with another token."""
-    found = tokenizer(CHATML_TEMPLATE)
-    found.eos_token = "<|endoftext|>"
-    assert turn_end_is_trained(found, Renderer(found, assistant_only=True))
+def test_the_end_of_a_turn_need_not_be_eos(tmp_path: Path) -> None:
+    """Gemma's eos ends a document, its turns end with another token, the assistant is called model."""
+    found, told = load_tokenizer(like_gemma(tmp_path / "base"), ModelSection())
+    renderer = Renderer(found, assistant_only=True)
+    assert told == "its own"
+    assert (found.eos_token, turn_end(found, renderer)) == ("<eos>", "<end_of_turn>")
+    row = {"messages": PLAIN["messages"][:2]}
+    assert renderer.trained(row).text == (
+        "<bos><start_of_turn>user\nWhere is my order?<end_of_turn>\n<start_of_turn>model\nOn its way.<end_of_turn>\n"
+    )
+    assert trained(renderer, PLAIN) == ["On its way.<end_of_turn>\n", "You're welcome.<end_of_turn>\n"]
+    assert renderer.turns_that_differ(PLAIN, renderer.trained(PLAIN)) == (2, [])
+    with pytest.raises(ValueError, match="the chat template refuses it: System role not supported"):
+        renderer.trained({"messages": [ROW["messages"][0], *PLAIN["messages"]]})
 
 
 def test_tools_that_are_left_out_are_refused_without_a_mask_as_well() -> None:

@@ -1,6 +1,7 @@
 """`python -m finetuning.data check`: the ugly datasets, the exit codes, and what is printed."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,7 @@ def test_a_good_dataset_with_a_tokenizer(tmp_path: Path) -> None:
     assert counts["splits"] == {"train": 18, "test": 2}
     assert counts["dropped"] == {"duplicate": 2, "empty": 1}
     assert counts["first_bad"]["empty"].startswith(f"{path} line 23: ")
+    assert counts["first_bad"]["duplicate"] == f"{path} line 21: equal to {path} line 1"
     assert counts["tokens"]["read"] == counts["tokens"]["kept"] > 18 * 10
     assert 0 < counts["trainable_share"] < 0.5
     assert (counts["truncated_rows"], counts["turns_that_differ"]) == (0, 0)
@@ -62,30 +64,30 @@ def test_what_is_too_long_for_the_length_is_refused_with_one_that_would_do(tmp_p
 
 
 GOOD = {  # shape, rows kept to train on and to evaluate on, what was mended, what was dropped
-    "00_control.jsonl": ("messages", (7, 1), {}, {}),
-    "01_sharegpt_from_value.jsonl": ("sharegpt", (7, 1), {"roles mapped": 16}, {}),
-    "02_roles_human_gpt.jsonl": ("messages", (7, 1), {"roles mapped": 16}, {}),
-    "04_system_in_middle.jsonl": ("messages", (7, 1), {"late system messages kept": 8}, {}),
-    "05_consecutive_user.jsonl": ("messages", (7, 1), {"turns of the same role merged": 8}, {}),
-    "07_no_assistant.jsonl": ("messages", (7, 1), {}, {"no_assistant": 1}),
-    "10_null_content.jsonl": ("messages", (7, 1), {}, {"null_content": 1}),
-    "11_tool_calls_null_content.jsonl": ("messages", (7, 1), {"tool arguments parsed": 8}, {}),
-    "12_tool_calls_dict_args.jsonl": ("messages", (7, 1), {}, {}),
-    "13_content_parts.jsonl": ("messages", (7, 1), {"contents joined from parts": 16}, {}),
-    "15_prompt_completion.jsonl": ("prompt_completion", (7, 1), {}, {}),
-    "18_alpaca.json": ("alpaca", (7, 1), {}, {}),
-    "19_prompt_and_messages.jsonl": ("messages", (7, 1), {}, {}),
-    "22_bom.jsonl": ("messages", (7, 1), {}, {}),
-    "23_crlf_blank_lines.jsonl": ("messages", (7, 1), {}, {}),
-    "29_mixed_schema.jsonl": ("messages+sharegpt", (7, 1), {"roles mapped": 8}, {}),
+    "00_control.jsonl": ("messages", (6, 2), {}, {}),
+    "01_sharegpt_from_value.jsonl": ("sharegpt", (6, 2), {"roles mapped": 16}, {}),
+    "02_roles_human_gpt.jsonl": ("messages", (6, 2), {"roles mapped": 16}, {}),
+    "04_system_in_middle.jsonl": ("messages", (6, 2), {"late system messages kept": 8}, {}),
+    "05_consecutive_user.jsonl": ("messages", (6, 2), {"turns of the same role merged": 8}, {}),
+    "07_no_assistant.jsonl": ("messages", (6, 2), {}, {"no_assistant": 1}),
+    "10_null_content.jsonl": ("messages", (6, 2), {}, {"null_content": 1}),
+    "11_tool_calls_null_content.jsonl": ("messages", (6, 2), {"tool arguments parsed": 8}, {}),
+    "12_tool_calls_dict_args.jsonl": ("messages", (6, 2), {}, {}),
+    "13_content_parts.jsonl": ("messages", (6, 2), {"contents joined from parts": 16}, {}),
+    "15_prompt_completion.jsonl": ("prompt_completion", (6, 2), {}, {}),
+    "18_alpaca.json": ("alpaca", (6, 2), {}, {}),
+    "19_prompt_and_messages.jsonl": ("messages", (6, 2), {}, {}),
+    "22_bom.jsonl": ("messages", (6, 2), {}, {}),
+    "23_crlf_blank_lines.jsonl": ("messages", (6, 2), {}, {}),
+    "29_mixed_schema.jsonl": ("messages+sharegpt", (6, 2), {"roles mapped": 8}, {}),
     "30_duplicates.jsonl": ("messages", (2, 1), {}, {"duplicate": 5}),
     "31_leakage": ("messages", (6, 3), {}, {}),
     "33_validation_no_test": ("messages", (6, 2), {}, {}),
-    "36_unicode.jsonl": ("messages", (7, 1), {}, {}),
-    "37_lone_surrogate.jsonl": ("messages", (6, 1), {}, {"surrogate": 1}),
-    "39_empty_messages_first.jsonl": ("messages", (7, 1), {}, {"empty": 1}),
-    "42_messages_as_string.csv": ("messages", (7, 1), {}, {}),
-    "45_reasoning_content.jsonl": ("messages", (7, 1), {}, {}),
+    "36_unicode.jsonl": ("messages", (6, 2), {}, {}),
+    "37_lone_surrogate.jsonl": ("messages", (5, 2), {}, {"surrogate": 1}),
+    "39_empty_messages_first.jsonl": ("messages", (6, 2), {}, {"empty": 1}),
+    "42_messages_as_string.csv": ("messages", (6, 2), {}, {}),
+    "45_reasoning_content.jsonl": ("messages", (6, 2), {}, {}),
 }
 ALIKE = ("04_", "05_", "29_", "45_")
 """Files of one row eight times, or of four twice."""
@@ -103,11 +105,14 @@ REFUSED = {
 @pytest.mark.parametrize("name", GOOD)
 def test_ugly_files_that_can_be_trained_on(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--no-dataset.deduplicate"] if name.startswith(ALIKE) else []
-    main([str(UGLY / name), "--json", "--dataset.min_rows", "1", "--tokenizer", str(SAMPLE), *options])
+    options += ["--dataset.min_rows", "1"] if name.startswith("30_") else []
+    main([str(UGLY / name), "--json", "--tokenizer", str(SAMPLE), *options])
     counts = json.loads(capsys.readouterr().out)
     shape, (train, test), mended, dropped = GOOD[name]
     assert (counts["shape"], counts["splits"]) == (shape, {"train": train, "test": test})
     assert (counts["mended"], counts["dropped"]) == (mended, dropped)
+    assert counts["first_bad"].keys() == dropped.keys(), "each reason with the file and line of its first row"
+    assert all(re.match(rf"{UGLY / name} line \d+: ", where) for where in counts["first_bad"].values())
     assert counts["tokens"]["read"] == counts["tokens"]["kept"] > 0
     assert counts["turns_that_differ"] == 0
     overlap = 2 if name.startswith(("31_", "33_")) else 0
@@ -133,12 +138,13 @@ def test_ugly_files_whose_fault_a_setting_allows(tmp_path: Path) -> None:
         "17_text_column.jsonl": ["--dataset.shape", "text"],
         "24_bad_line.jsonl": ["--dataset.on_unreadable", "drop"],
     }
-    kept = [found(UGLY / name, "--dataset.min_rows", 1, *options)["kept"] for name, options in allowed.items()]
+    kept = [found(UGLY / name, *options)["kept"] for name, options in allowed.items()]
     assert kept == [8, 8, 8]
     huge = {"messages": [{"role": "user", "content": "lamp " * 400_000}, {"role": "assistant", "content": "Yes."}]}
     write_jsonl(tmp_path / "huge.jsonl", [*ROWS, huge])
     counts = found(tmp_path / "huge.jsonl", "--tokenizer", SAMPLE, "--dataset.split_seed", 1)
     assert (counts["kept"], counts["truncated_rows"], counts["dropped"]) == (20, 1, {"answers_cut": 1})
+    assert sum(counts["splits"].values()) == 20
     assert "huge.jsonl line 21: its first 2048 tokens hold no answer" in counts["first_bad"]["answers_cut"]
 
 

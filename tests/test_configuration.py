@@ -21,6 +21,18 @@ def test_one_override_changes_one_value() -> None:
     assert after["training.max_steps"] == 3
 
 
+def test_what_the_form_repeats_was_not_given() -> None:
+    """Prefect's form sends every value, the defaults as well."""
+    recipe = read_recipe("smoke")
+    before = resolve("smoke", recipe, {})
+    form = before.config.model_dump()
+    assert resolve("smoke", recipe, form) == before
+    form["training"]["seed"] = 7
+    form["training"]["bf16"] = True  # the default, which is not what the recipe has
+    origins = resolve("smoke", recipe, form).origins
+    assert {name for name, origin in origins.items() if origin == "given"} == {"training.seed", "training.bf16"}
+
+
 def test_every_value_has_an_origin() -> None:
     # Prefect hands the flow the deployment's parameters together with the overrides: both arrive as given.
     recipe = {"model": {"name": "m"}, "training": {"max_steps": 5, "seed": 1}}
@@ -28,6 +40,8 @@ def test_every_value_has_an_origin() -> None:
     origins = resolve("r", recipe, given).origins
     assert origins["model.name"] == "recipe r"
     assert origins["training.max_steps"] == "given"
+    everything = Config.model_validate(merge(recipe, given)).model_dump()
+    assert resolve("r", recipe, everything).origins == origins, "the form of the UI sends every value that it shows"
     assert origins["training.seed"] == "recipe r"
     assert origins["training.learning_rate"] == "default"
     assert set(origins) == set(flatten(Config().model_dump()))
@@ -119,7 +133,7 @@ def test_flow_and_command_line_have_every_section() -> None:
 
     sections = list(Config.model_fields)
     assert list(finetune.parameters.properties) == sections
-    assert [name for name in CommandLine.model_fields if name != "deployment"] == sections
+    assert [name for name in CommandLine.model_fields if name not in ("deployment", "plan")] == sections
 
 
 def test_help_and_the_flow_import_no_ml_library() -> None:

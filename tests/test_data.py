@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from config.sections import DatasetSection
 from finetuning.artifacts import produce, read_manifest
@@ -83,6 +84,26 @@ def test_a_split_to_evaluate_on_is_used(tmp_path: Path, name: str) -> None:
     assert (len(train), len(test)) == (15, 5)
 
 
+@pytest.mark.parametrize("test_size", [0, 1, 10])
+def test_a_share_that_leaves_a_side_empty_is_no_value(test_size: float) -> None:
+    with pytest.raises(ValidationError, match="test_size"):
+        DatasetSection(test_size=test_size)
+
+
+def test_one_row_cannot_be_split(tmp_path: Path) -> None:
+    message = refusal(write_jsonl(tmp_path / "d.jsonl", ROWS[:1] * 3)).message
+    assert "1 row cannot be split in two; 2 duplicates were removed (dataset.deduplicate). Give more." in message
+
+
+def test_of_few_rows_two_are_set_aside(tmp_path: Path) -> None:
+    """One to choose the checkpoint by, one for the gate; fewer than four are not worth it."""
+    sizes = [
+        tuple(map(len, load(write_jsonl(tmp_path / f"{count}.jsonl", ROWS[:count]), min_rows=1)))
+        for count in (3, 4, 8, 10, 11)
+    ]
+    assert sizes == [(2, 1), (2, 2), (6, 2), (8, 2), (9, 2)]
+
+
 def test_named_splits(tmp_path: Path) -> None:
     for name, rows in (("train", ROWS[:10]), ("test", ROWS[10:15]), ("extra", ROWS[15:])):
         write_jsonl(tmp_path / "d" / f"{name}.jsonl", rows)
@@ -106,7 +127,9 @@ def test_of_equal_rows_one_is_kept(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", [*ROWS, *ROWS[:5], {**ROWS[0], "source": "another column"}])
     train, test = load(path)
     assert len(train) + len(test) == 20
-    assert report(tmp_path)["splits"]["train"]["dropped"] == {"duplicate": 6}
+    [split] = report(tmp_path)["splits"].values()
+    assert split["dropped"] == {"duplicate": 6}
+    assert split["first_bad"] == {"duplicate": f"{path} line 21: equal to {path} line 1"}
     assert sum(map(len, load(path, deduplicate=False))) == 26
 
 

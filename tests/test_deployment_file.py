@@ -10,6 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from config.deployments import problems
 from config.recipes import resolve
 from config.sections import Config
 from tests.conftest import PROJECT
@@ -19,12 +20,6 @@ DEPLOYMENTS = {deployment["name"]: deployment for deployment in FILE["deployment
 
 # Prefect ignores keys that it does not know, so a misspelt one would be no error anywhere else.
 TOP_LEVEL_KEYS = {"name", "prefect-version", "pull", "definitions", "deployments"}
-DEPLOYMENT_KEYS = {
-    "name", "version", "tags", "description", "schedules", "entrypoint", "parameters", "work_pool", "pull",
-    "concurrency_limit", "enforce_parameter_schema",
-}  # fmt: skip
-WORK_POOL_KEYS = {"name", "work_queue_name", "job_variables"}
-SCHEDULE_KEYS = {"slug", "cron", "timezone", "interval", "rrule", "anchor_date", "active", "parameters", "day_or"}
 
 # The notebook's own settings. `NEW_NAMES` says what today's libraries call them.
 NOTEBOOK = {
@@ -77,25 +72,53 @@ def test_the_fixed_names_exist() -> None:
 
 def test_every_key_is_one_that_prefect_reads() -> None:
     assert set(FILE) <= TOP_LEVEL_KEYS
-    for deployment in DEPLOYMENTS.values():
-        assert set(deployment) <= DEPLOYMENT_KEYS
-        assert set(deployment["work_pool"]) <= WORK_POOL_KEYS
-        for schedule in deployment.get("schedules") or []:
-            assert set(schedule) <= SCHEDULE_KEYS
-            assert {"slug", "timezone"} <= set(schedule), "a schedule without a slug is made anew at each deploy"
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_every_deployment_and_schedule_resolves(name: str) -> None:
     deployment = DEPLOYMENTS[name]
-    config_of(name)
-    for schedule in deployment.get("schedules") or []:
-        resolve(name, deployment.get("parameters") or {}, schedule.get("parameters") or {})
+    assert list(problems(deployment)) == []
     assert deployment["work_pool"]["job_variables"]["stream_output"] is False
     assert "finetune" in deployment["tags"], "by this tag the automations know it"
     heartbeat = int(deployment["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
     assert 2 * heartbeat < min(trigger["within"] for trigger in TRIGGERS if trigger["posture"] == "Proactive")
     assert deployment["description"]
+
+
+def test_what_starts_by_itself_is_off_until_somebody_wants_it() -> None:
+    [weekly] = DEPLOYMENTS["qwen3-4b"]["schedules"]
+    [on_data] = DEPLOYMENTS["qwen3-4b"]["triggers"]
+    assert (weekly["slug"], weekly["active"], on_data["enabled"]) == ("weekly", False, False)
+    assert on_data["expect"] == ["finetune.dataset.updated"]
+    assert on_data["match"] == {"prefect.resource.id": f"finetune.dataset.{config_of('qwen3-4b').dataset.name}"}
+    for name in DEPLOYMENTS:
+        trigger, schedule = DEPLOYMENTS[name].get("triggers"), DEPLOYMENTS[name].get("schedules")
+        assert name == "qwen3-4b" or not (trigger or schedule)
+
+
+NIGHTLY: dict[str, Any] = {"slug": "night", "cron": "0 3 * * *", "timezone": "Etc/UTC"}
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"triger": []}, "deployment it: triger=[]: this key is not used here. Did you mean triggers?"),
+    ({"concurrency_limit": 1}, "deployment it: concurrency_limit=1: this key is not used here."),
+    ({"parameters": {"training": {"max_steps": 0}}}, "deployment it: training.max_steps=0: Input should be greater"),
+    ({"work_pool": {"name": "h100", "queue": "x"}}, "deployment it, work_pool: queue='x': this key is not used here."),
+    (
+        {"schedules": [NIGHTLY | {"parameters": {"training": {"max_stesp": 3}}}]},
+        "deployment it, schedule night: training.max_stesp=3: there is no such key. Did you mean training.max_steps?",
+    ),
+    (
+        {"schedules": [NIGHTLY | {"timezone": None}]},
+        "deployment it, schedule night: timezone is not set and would be UTC",
+    ),
+    ({"schedules": [NIGHTLY | {"slug": None}]}, "slug=None: give it one of its own"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "said"), BROKEN, ids=[said for _, said in BROKEN])
+def test_a_mistake_is_named_with_its_place_and_value(block: dict[str, Any], said: str) -> None:
+    found = list(problems({"name": "it", "work_pool": {"name": "h100"}, **block}))
+    assert found
+    assert said in found[0]
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)

@@ -2,9 +2,11 @@
 
 import json
 import re
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,8 +64,8 @@ def test_the_output_is_for_people(smoke: Run) -> None:
 
 def test_these_folders_and_no_others(smoke: Run) -> None:
     assert {path.name for path in smoke.root.iterdir()} <= {
-        "cache", "datasets", "evaluations", "huggingface", "mlflow", "model-directories", "models", "prefect",
-        "prefect-results", "registrations", "runs", "tmp", "tokens", "trainings", "volumes",
+        "cache", "datasets", "evaluations", "huggingface", "mlflow", "model-directories", "models", "outcomes",
+        "prefect", "prefect-results", "registrations", "runs", "tmp", "tokens", "trainings", "volumes",
     }  # fmt: skip
     assert not list(smoke.place.home.iterdir()), "something was written to the home folder"
     assert not [path for path in (smoke.root / "tmp").iterdir() if path.is_dir() and any(path.iterdir())]
@@ -166,6 +168,31 @@ def test_the_version_is_proven_and_is_the_champion(smoke: Run) -> None:
     assert all(answer["answer"] for answer in proof["pyfunc"])
 
 
+def test_the_report_is_in_prefect_and_with_the_mlflow_run(smoke: Run) -> None:
+    made, verdict = artifacts(smoke), "champion: main.default.smoke version 1"
+    report = made["report"].replace("\\", "")
+    assert report.splitlines()[0] == f"# {verdict}"
+    assert "python -m flows.finetune smoke\n" in report
+    for step in ("preflight", "load_and_split", "tokenize", "train", "evaluate", "register", "prove_and_promote"):
+        assert re.search(rf"^\| {step} \| \d", report, flags=re.MULTILINE), step
+    assert made["loss-curve"].startswith("data:image/png;base64,")
+    assert f"mlflow ui --backend-store-uri {tracking_uri(smoke)}" in made["mlflow-run"]
+    assert str(smoke.only("trainings/*") / "checkpoints") in made["checkpoints"]
+    assert "smoke version 1" in made["registered-version"]
+    assert made["training-smoke"] == 100.0
+    client = mlflow_client(smoke)
+    run_id = client.get_model_version_by_alias("main.default.smoke", "champion").run_id
+    assert f"<h1>{verdict}</h1>" in client_text(client, run_id, "report/report.html")
+    assert "report/curve.png" in {file.path for file in client.list_artifacts(run_id, "report")}
+
+
+def artifacts(run: Run) -> dict[str, Any]:
+    """Key -> content of what the run shows in the Prefect UI, from the database of its temporary server."""
+    with sqlite3.connect(run.root / "prefect" / "prefect.db") as database:
+        rows = database.execute("select key, data from artifact where key is not null order by created").fetchall()
+    return {key: json.loads(str(data)) for key, data in rows}  # a number comes as one
+
+
 def test_the_card_says_what_it_is(smoke: Run) -> None:
     from huggingface_hub import ModelCard
 
@@ -182,10 +209,8 @@ def test_again_it_makes_nothing_new(smoke: Run) -> None:
     result = run_module("flows.finetune", "smoke", **smoke.place.environment, **clean_environment(smoke.place))
     output = result.stdout + result.stderr
     assert result.returncode == 0, output
-    assert "nothing new: it is registered already as main.default.smoke version 1" in output
-    assert re.search(r"load_and_split.*Cached", output)
-    assert re.search(r"prepare_model.*Cached", output)
-    assert "this training is finished" in output
+    assert "nothing to do: main.default.smoke version 1 (champion then) comes from the same model" in output
+    assert "load_and_split" not in output
     assert snapshot(smoke.root) == before
     client = mlflow_client(smoke)
     assert len(client.search_runs([client.get_experiment_by_name("finetune").experiment_id])) == 1
@@ -213,7 +238,9 @@ def test_a_registration_that_dies_is_tried_again_and_nothing_else_is(smoke: Run)
     assert once.exists()
     assert "the step 'register' was ended by signal SIGKILL" in output
     assert "registered as main.default.tried_again version 1" in output
-    assert output.count("this training is finished") == 1
+    assert output.count("this training is finished: its checkpoint") == 1
+    assert re.search(r"load_and_split.*Cached", output)
+    assert re.search(r"prepare_model.*Cached", output)
     assert len(mlflow_client(smoke).search_model_versions("name = 'main.default.tried_again'")) == 1
     assert {path: when for path, when in snapshot(smoke.root).items() if "/tried_again/" not in path} == before
 

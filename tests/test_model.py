@@ -18,7 +18,7 @@ from finetuning.model import TURN_END, load_chat_model, prepare
 from finetuning.publish import publish
 from finetuning.register import size_name
 from tests.conftest import PROJECT
-from tests.tiny import without_template
+from tests.tiny import like_gemma, without_template
 
 SAMPLE = PROJECT / "samples" / "model"
 
@@ -62,6 +62,26 @@ def test_without_a_template_it_gets_chatml(tmp_path: Path) -> None:
     assert tokenizer.pad_token == "<|endoftext|>"
     assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, tokenizer.pad_token_id]
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_a_model_stops_where_its_turns_end(sample: Path, tmp_path: Path) -> None:
+    """Gemma's eos ends a document; so does that of a base model that comes with a chat template."""
+    prepared(like_gemma(tmp_path / "gemma"), tmp_path / "gemma-out")
+    model, tokenizer = load_chat_model(
+        tmp_path / "gemma", tmp_path / "gemma-out", dtype="float32", trust_remote_code=False
+    )
+    assert model.get_input_embeddings().num_embeddings == len(tokenizer) + 10, "spare rows stay"
+    ends = tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"])
+    assert model.generation_config.eos_token_id == ends
+    assert (tokenizer.pad_token, model.generation_config.pad_token_id) == ("<pad>", tokenizer.pad_token_id)
+
+    config = read_json(sample / "tokenizer_config.json")
+    write_json(sample / "tokenizer_config.json", {**config, "eos_token": "<|endoftext|>"})
+    (sample / "generation_config.json").unlink()
+    prepared(sample, tmp_path / "out")
+    _, tokenizer = load_chat_model(sample, tmp_path / "out", dtype="float32", trust_remote_code=False)
+    saved = read_json(tmp_path / "out" / "generation_config.json")
+    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", TURN_END]) == saved["eos_token_id"]
 
 
 def test_without_a_pad_token_pad_is_eos(sample: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def calling(*calls: Any, **keys: Any) -> dict[str, Any]:
 
 def mended(row: Any, **options: Any) -> tuple[dict[str, Any], dict[str, int]]:
     notes = Counter[str]()
-    return normalise(row, DatasetSection(**options), notes), dict(notes)
+    return normalise(row, DatasetSection(**options), notes)[1], dict(notes)
 
 
 def read(row: Any, **options: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def outcomes(name: str, **options: Any) -> tuple[list[dict[str, Any]], Counter[s
     good, reasons, notes = [], Counter[str](), Counter[str]()
     for row in file_rows(name):
         try:
-            good.append(normalise(row, DatasetSection(**options), notes))
+            good.append(normalise(row, DatasetSection(**options), notes)[1])
         except BadRow as bad:
             reasons[bad.reason] += 1
     return good, reasons, notes
@@ -794,7 +794,7 @@ def test_no_value_brings_another_exception(seed: int) -> None:
 
 def outcome(row: Any, section: DatasetSection) -> dict[str, Any] | BadRow:
     try:
-        return normalise(row, section, Counter())
+        return normalise(row, section, Counter())[1]
     except BadRow as bad:
         return bad
 
@@ -812,7 +812,7 @@ def assert_plain(row: dict[str, Any], section: DatasetSection) -> None:
         assert isinstance(message["content"], str) or message["tool_calls"]
         assert message.get("train", False) is False
     if "null" not in json.dumps(row).replace('"content": null', ""):
-        again = normalise(row, section.model_copy(update={"shape": "messages"}), Counter())
+        _, again = normalise(row, section.model_copy(update={"shape": "messages"}), Counter())
         assert repr(again) == repr(row)
 
 

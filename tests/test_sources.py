@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from finetuning.artifacts import file_digest, fingerprint
 from finetuning.containers import Row, Unreadable
 from finetuning.errors import Failure
 from finetuning.inputs import Input, identify, is_unchanged
+from finetuning.shapes import SHAPES, normalise
 from finetuning.sources import read_splits
 from tests.conftest import PROJECT
 from tests.hub import Repository, serve
@@ -119,6 +121,37 @@ def test_binary_containers_hold_the_same_rows(tmp_path: Path) -> None:
     assert values(put_parquet(tmp_path / "d.parquet", PLAIN)) == PLAIN
     assert values(put_arrow(tmp_path / "file.arrow", PLAIN, stream=False)) == PLAIN
     assert values(put_arrow(tmp_path / "stream.arrow", PLAIN, stream=True)) == PLAIN
+
+
+SAID = [{"role": "user", "content": "Wo ist 什么?"}, {"role": "assistant", "content": 'Im "Regal",\nzwei.'}]
+ASKED, ANSWERED = SAID[0]["content"], SAID[1]["content"]
+SHAPED: dict[str, dict[str, Any]] = {
+    "messages": {"messages": SAID},
+    "sharegpt": {"conversations": [{"from": "human", "value": ASKED}, {"from": "gpt", "value": ANSWERED}]},
+    "prompt_completion": {"prompt": ASKED, "completion": ANSWERED},
+    "alpaca": {"instruction": ASKED, "input": "", "output": ANSWERED},
+    "input_output": {"conversation": [{"input": ASKED, "output": ANSWERED}]},
+    "text": {"text": ASKED + ANSWERED},
+}
+
+
+def test_the_shapes_here_are_all() -> None:
+    assert set(SHAPED) == set(SHAPES)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_out_of_every_container(tmp_path: Path, shape: str) -> None:
+    rows = [SHAPED[shape]] * 3
+    cells = [{name: cell if isinstance(cell, str) else json.dumps(cell) for name, cell in row.items()} for row in rows]
+    contents = {"d.jsonl": lines(rows), "d.json": json.dumps(rows).encode(), "d.csv": as_csv(cells, tmp_path)}
+    files = [put(tmp_path / (name + end), content) for name, content in contents.items() for end in ("", ".gz", ".zst")]
+    files.append(put_parquet(tmp_path / "d.parquet", rows))
+    files += [put_arrow(tmp_path / f"{stream}.arrow", rows, stream=stream) for stream in (False, True)]
+    expected = {"text": ASKED + ANSWERED} if shape == "text" else {"messages": SAID}
+    section = DatasetSection(shape="text" if shape == "text" else "auto")
+    for file in files:
+        told = [normalise(row, section, Counter()) for row in values(file)]
+        assert told == [(shape, expected)] * 3, file.name
 
 
 def test_rows_whose_fields_differ_come_out_as_they_were(tmp_path: Path) -> None:
@@ -600,6 +633,7 @@ from config.sections import DatasetSection
 from finetuning.errors import Failure
 from finetuning.inputs import identify
 from finetuning.model import download
+from finetuning.shapes import SHAPES, normalise
 from finetuning.sources import read_splits
 
 def said(kind, name, revision="main", **options):

@@ -140,7 +140,7 @@ def test_two_first_runs_make_one_database(tmp_path: Path) -> None:
     processes = []
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-        write_json(tmp_path / name / "job.json", {"registered_model_name": "main.default.model"})
+        write_json(tmp_path / name / "job.json", {"config": {}})
         command = [sys.executable, "-m", "finetuning.preflight", str(tmp_path / name / "job.json")]
         processes.append(subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=subprocess.DEVNULL))
     for process in processes:

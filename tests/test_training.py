@@ -264,7 +264,7 @@ def test_killed_between_its_last_step_and_its_result(bench: Bench) -> None:
     write_json(bench.folder / "no-result" / "training.json", {**state, "result": None, "status": "RUNNING"})
     events: list[dict] = []
     assert bench.train("no-result", events.append)["num_steps"] == 8
-    assert events == []
+    assert not [event for event in events if "step" in event]
     assert bench.weights("no-result") == bench.weights("straight")
 
 
