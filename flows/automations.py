@@ -57,7 +57,7 @@ def find_block(client: SyncPrefectClient, name: str) -> str:
     except ObjectNotFound:
         print(
             f"--notify {name}: the server has no such block. `prefect block ls` lists those it has; "
-            "docs/operate.md says how to make one.",
+            "docs/notifications.md says how to make one.",
             file=sys.stderr,
         )
         sys.exit(USAGE_ERROR)

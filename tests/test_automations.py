@@ -50,7 +50,7 @@ def client(prefect_server: Server) -> Iterator[SyncPrefectClient]:
 
 @pytest.fixture
 def hook(client: SyncPrefectClient) -> Iterator[Hook]:
-    """Behind a block, made as docs/operate.md makes it."""
+    """Behind a block, made as docs/notifications.md makes it."""
     with Hook() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         CustomWebhookNotificationBlock(
