@@ -29,7 +29,7 @@ def tracking_line(settings: Settings, only_look: bool, findings: Findings) -> No
     try:
         is_there = within(FIRST_ANSWER_SECONDS, lambda: _experiment(settings, only_look))
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = shown(" ".join(str(error).split()))[:300]  # before the cut: half a password has no @ behind it
         message = f"the tracking server MLFLOW_TRACKING_URI={uri} cannot be used: {reason}"
         if settings.tracking_required:
             raise Failure(
