@@ -91,28 +91,3 @@ def test_a_run_that_crashes_again_and_again_fails_for_good(monkeypatch: pytest.M
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__RUN_COUNT", "6")
     with pytest.raises(Failure, match=r"started 6 times .*FINETUNE_MAX_RUN_COUNT=5"):
         check_run_count(5)
-
-
-def test_tasks_hand_over_small_values_only() -> None:
-    """A model or a dataset among them would be pickled for a cache key or a result."""
-    import inspect
-    import typing
-
-    from prefect import Task
-
-    import flows.finetune as flow
-
-    tasks = [value for value in vars(flow).values() if isinstance(value, Task)]
-    assert len(tasks) == 11
-    for task in tasks:
-        hints = typing.get_type_hints(task.fn)
-        assert set(hints) == {*inspect.signature(task.fn).parameters, "return"}
-        for hint in hints.values():
-            assert hint.__module__.split(".")[0] in (
-                "config",
-                "finetuning",
-                "tasks",
-                "builtins",
-                "typing",
-                "pathlib",
-            ), hint

@@ -57,7 +57,9 @@ def test_the_first_process_keeps_the_books(bench: Bench) -> None:
     folder = bench.folder / "straight"
     lines = (folder / "log.txt").read_text().splitlines()
     assert len([line for line in lines if "8 steps of 4 conversations" in line]) == 1
-    steps = [json.loads(line.removeprefix("PROGRESS "))["step"] for line in lines if line.startswith("PROGRESS")]
+    told = [json.loads(line.removeprefix("PROGRESS ")) for line in lines if line.startswith("PROGRESS")]
+    steps = [event["step"] for event in told if "step" in event]
+    assert len([event for event in told if "mlflow_run_id" in event]) == 1, "of one process"
     assert steps == sorted(steps)
     assert not [line for line in lines if "process 1: " in line and line.startswith(("INFO", "PROGRESS"))]
     assert bench.mlflow("straight")[0].info.status == "FINISHED"
