@@ -33,6 +33,7 @@ def runs(prefect_server: Server) -> Iterator[dict[str, str]]:
         time.sleep(0.1)
         yield {"scheduled": scheduled[0]["id"], "triggered": triggered}
         api.delete(f"/deployments/{deployment}")
+        api.delete(f"/flow_runs/{triggered}")
 
 
 @pytest.fixture
